@@ -1,0 +1,63 @@
+"""One TOML file per process, read strictly: an unknown key is an error, not a surprise later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from kvsp.protocol.policy import Policy
+
+T = TypeVar("T")
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text says which file and why, in one line."""
+
+
+class Tls(Struct, frozen=True, forbid_unknown_fields=True):
+    """Paths of PEM files for mutual TLS between hosts."""
+
+    ca: str
+    cert: str
+    key: str
+
+
+class Peer(Struct, frozen=True, forbid_unknown_fields=True):
+    """Another role: `unix:/path`, or `host:port` with mutual TLS."""
+
+    address: str
+    tls: Tls | None = None
+
+
+class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every role needs.
+
+    `listen` is `unix:/path` or `host:port` (then `tls` is required); `principal` the role's own
+    URI in the policy; `admin` a `host:port` for metrics, empty for none.
+    """
+
+    listen: str
+    policy: str
+    principal: str
+    admin: str = ""
+    log_level: str = "info"
+    tls: Tls | None = None
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """Read a TOML file into `kind`. Raises ConfigError."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def load_policy(path: str) -> Policy:
+    """Read the policy file. Raises ConfigError."""
+    try:
+        return Policy.load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
