@@ -96,9 +96,7 @@ class Header:
 
     def encode(self) -> bytes:
         """The header octets."""
-        fixed = _FIXED.pack(
-            MAGIC, VERSION, 0, self.codec, self.first_layer, self.layer_count, self.token_count
-        )
+        fixed = _FIXED.pack(MAGIC, VERSION, 0, self.codec, self.first_layer, self.layer_count, self.token_count)
         return fixed + b"".join(_ENTRY.pack(k, v) for k, v in self.sections)
 
     def _check_held(self, first: int, last: int) -> None:

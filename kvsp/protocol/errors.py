@@ -61,7 +61,8 @@ class KvspError(Exception):
             problem = ProblemType("", f"HTTP status {status}", status, "UNKNOWN")
         known = {"type", "title", "status", "detail"}
         extensions = {name: value for name, value in body.items() if name not in known}
-        return cls(problem, str(body.get("detail", "")), extensions, retry_after_s)
+        detail = body.get("detail")
+        return cls(problem, detail if isinstance(detail, str) else "", extensions, retry_after_s)
 
 
 def bad_request(detail: str) -> KvspError:

@@ -179,8 +179,7 @@ class _Plan:
 
 def _source(replica: Replica) -> Source:
     spans = sorted(
-        (entry.layers[0], entry.layers[1] + 1, _read_rate(entry.read_mbit_per_s))
-        for entry in replica.residency
+        (entry.layers[0], entry.layers[1] + 1, _read_rate(entry.read_mbit_per_s)) for entry in replica.residency
     )
     resident = sum(end - first for first, end, _ in spans)
     return Source(replica.holder, replica.layer_count, 8 * replica.size / resident, tuple(spans))

@@ -1,4 +1,4 @@
-"""Syntax of the scalars: hex ids, digests, UUIDs, base URIs, the MOQT namespace (ledger A1, A5, U-05 ... U-08).
+"""Syntax of the scalars: hex ids, digests, UUIDs, base URIs, the MOQT namespace (A1, A5, U-05 ... U-08).
 
 Checkers return nothing and raise ValueError. Python's own converters accept far more than the
 protocol (D7), so every pattern is matched whole and nothing is normalised silently but UUID case.
@@ -47,7 +47,10 @@ def check_hex16(text: str, name: str) -> None:
 
 def check_hex32_list(texts: list[str], name: str) -> None:
     """Every item hex32; checked in bulk, as a pattern per item costs twenty times as much."""
-    if texts and (set(map(len, texts)) != {HEX32_CHARS} or "".join(texts).strip(HEX)):
+    if not texts:
+        return
+    rest = "".join(texts).encode().translate(None, HEX.encode())
+    if rest or set(map(len, texts)) != {HEX32_CHARS}:
         raise ValueError(f"{name} holds an item that is not hex32")
 
 
@@ -109,8 +112,8 @@ def _check_uri(uri: str, scheme: str, default_port: int, path: re.Pattern[str]) 
 
 
 def _is_ip6(host: str) -> bool:
-    try:
-        return ipaddress.IPv6Address(host).compressed == host
+    try:  # a zone is local to one node and no part of a name that others share
+        return "%" not in host and ipaddress.IPv6Address(host).compressed == host
     except ValueError:
         return False
 

@@ -100,6 +100,8 @@ class Policy:
             document = tomllib.loads(text)
         except RecursionError:
             raise ValueError("policy: nested too deep") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"policy: {error}") from None
         identities = document.pop("identities", {})
         if document:
             raise ValueError(f"policy: unknown key {min(document)!r}")

@@ -9,6 +9,7 @@ Optional members are absent rather than null (`UNSET`), except where the text sh
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -326,8 +327,10 @@ class DirectiveStatus(Struct, frozen=True):
     loaded: list[str]
 
     def __post_init__(self) -> None:
+        normal_uuid(self.directive)
         if self.state not in DIRECTIVE_STATES:
             raise ValueError("unknown directive state")
+        check_hex32_list(self.loaded, "loaded")
 
 
 class Shard(Struct, frozen=True):
@@ -351,7 +354,7 @@ class ShardMap(Struct, frozen=True):
         if not self.shards:
             raise ValueError("shards is empty")
         check_token_ranges([shard.tokens for shard in self.shards])
-        for left, right in zip(self.shards, self.shards[1:], strict=False):
+        for left, right in pairwise(self.shards):
             if left.tokens[1] != right.tokens[0]:
                 raise ValueError("shards are not contiguous")
 

@@ -1,0 +1,1 @@
+"""Nothing is shared by all tests but the marks; each folder has its own fixtures."""
