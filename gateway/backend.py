@@ -1,0 +1,77 @@
+"""The process behind a base URI, and one request on its way there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.config import RoleConfig
+from gateway.exchange import Exchange
+from kvsp.bulk.holder import HolderClient
+from kvsp.protocol.errors import KvspError
+from kvsp.protocol.routes import Route
+from kvsp.rpc.channel import DEFAULT_TIMEOUT_S, open_channel
+from kvsp.rpc.errors import translated
+from kvsp.rpc.identity import speak_for
+from kvsp.v1 import common_pb2, common_pb2_grpc, holder_pb2_grpc, index_pb2_grpc
+
+
+class Backend:
+    """A channel to one role's process, and its services. Reconnects by itself; calls meanwhile are 503."""
+
+    def __init__(self, config: RoleConfig) -> None:
+        self.role = config.role
+        self.path = config.path
+        same_host = config.backend.address.startswith("unix:")
+        self._channel = open_channel(config.backend.address, config.backend.tls)
+        self.authority = common_pb2_grpc.AuthorityStub(self._channel)
+        self.index = index_pb2_grpc.IndexStub(self._channel)
+        self.holder = holder_pb2_grpc.HolderStub(self._channel)
+        self.blocks = HolderClient(self._channel, same_host=same_host)
+
+    async def close(self) -> None:
+        """End everything that is open."""
+        await self.blocks.close()
+        await self._channel.close(None)
+
+
+@dataclass(slots=True)
+class Call:
+    """A request that names a resource, from a client with an identity."""
+
+    exchange: Exchange
+    backend: Backend
+    route: Route
+    segments: Mapping[str, str]
+    principal: str
+
+    @property
+    def rpc(self) -> dict[str, Any]:
+        """What every RPC made for this request carries: whom it speaks for, and its deadline."""
+        return {"metadata": speak_for(self.principal), "timeout": DEFAULT_TIMEOUT_S}
+
+    async def authorize(self) -> None:
+        """Raise KvspError (403) unless the caller may use the route at all."""
+        request = common_pb2.AuthorizeRequest(
+            method=self.route.method,
+            path=self.route.path,
+            scope_id=bytes.fromhex(self.segments.get("scope", "")),
+            party_id=self.segments.get("holder_id") or self.segments.get("instance_id") or "",
+        )
+        async with translated():
+            await self.backend.authority.Authorize(request, **self.rpc)
+
+    @asynccontextmanager
+    async def checking(self) -> AsyncIterator[None]:
+        """Around the gateway's own checks: what is wrong is told only to callers that may be here.
+
+        The order of checks puts role and scope first, and services authorize; asking them costs a
+        call on this path alone.
+        """
+        try:
+            yield
+        except KvspError as error:
+            await self.authorize()
+            raise error from None

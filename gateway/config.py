@@ -1,0 +1,67 @@
+"""gateway.toml: which base URI is served by which role's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from kvsp.protocol.names import check_base_uri
+from kvsp.rpc import config
+from kvsp.rpc.config import ConfigError, Peer
+
+
+class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One base URI: the role it serves, and where that role's process listens."""
+
+    role: str
+    base_uri: str
+    backend: Peer
+
+    @property
+    def path(self) -> str:
+        """The path of the base URI, ending in '/'."""
+        return urlsplit(self.base_uri).path
+
+
+class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`listen` is `unix:/path`, opened by Envoy alone; `admin` a `host:port` for metrics, empty for none.
+
+    `principal` is the gateway's own URI in the policy, by which services on other hosts know it.
+    """
+
+    listen: str
+    principal: str
+    roles: list[RoleConfig]
+    admin: str = ""
+    log_level: str = "info"
+
+
+def load(path: Path, served: frozenset[str]) -> GatewayConfig:
+    """Read and check gateway.toml; `served` are the roles this gateway can serve. Raises ConfigError."""
+    loaded = config.load(path, GatewayConfig)
+    try:
+        _check(loaded, served)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return loaded
+
+
+def _check(loaded: GatewayConfig, served: frozenset[str]) -> None:
+    # Identity comes from Envoy; whoever else could open the socket could claim any (D2).
+    if not loaded.listen.startswith("unix:/"):
+        raise ValueError("listen must be unix:/path: without Envoy in front there is no identity")
+    if not loaded.roles:
+        raise ValueError("no [[roles]]")
+    paths: set[str] = set()
+    for entry in loaded.roles:
+        if entry.role not in served:
+            raise ValueError(f"role {entry.role!r} is not one of {', '.join(sorted(served))}")
+        try:
+            check_base_uri(entry.base_uri)
+        except ValueError as error:
+            raise ValueError(f"base_uri {entry.base_uri}: {error}") from None
+        if entry.path in paths:
+            raise ValueError(f"base_uri {entry.base_uri}: its path is served twice")
+        paths.add(entry.path)

@@ -1,0 +1,85 @@
+"""uvicorn's HTTP/1.1 protocol with what raw block bodies and strict errors need besides."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway import problems
+from kvsp.protocol.errors import bad_request
+
+EXTENSION: Final = "kvsp.connection"
+HEADER_OCTETS_MAX: Final = 64 << 10  # D4: Envoy's own limit is 60 KiB
+
+
+class Connection:
+    """A client connection as handlers see it, in `scope["extensions"]`."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._lost = asyncio.Event()
+        self.headers_too_large = False
+
+    @property
+    def closing(self) -> bool:
+        """True when nothing that is written arrives any more."""
+        return self._transport.is_closing()
+
+    def abort(self) -> None:
+        """Close at once; what is queued is dropped."""
+        self._transport.abort()
+
+    async def reset(self) -> None:
+        """Close at once, and return when the transport holds no octets any more."""
+        self._transport.abort()
+        await self._lost.wait()
+
+    def lost(self) -> None:
+        """The transport is closed."""
+        self._lost.set()
+
+
+class Protocol(HttpToolsProtocol):
+    """HTTP/1.1 on the socket that Envoy opens."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make `send` wait for the kernel.
+
+        Block bodies are views of shared memory that a pin protects. With a limit of 0 the transport
+        pauses as soon as anything is queued, and uvicorn drains before every send: when the last send
+        of a body returns, no octet of the arena is queued and the pin can go. uvloop tries to
+        write at once, so this costs nothing while the reader keeps up.
+        """
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+        self.connection = Connection(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell whoever waits for the transport to be closed."""
+        super().connection_lost(exc)
+        self.connection.lost()
+
+    def on_message_begin(self) -> None:
+        """Give handlers the connection."""
+        super().on_message_begin()
+        self._header_octets = 0
+        self.connection.headers_too_large = False
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope["extensions"] = {EXTENSION: self.connection}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep no more fields than the limit; the request is then answered with 431."""
+        self._header_octets += len(name) + len(value)
+        if self._header_octets > HEADER_OCTETS_MAX:
+            self.connection.headers_too_large = True
+            return
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        """Octets that are no HTTP request get Problem Details too (R-065)."""
+        status, fields, body = problems.render(bad_request(msg))
+        lines = [b"%s: %s\r\n" % field for field in (*fields, (b"connection", b"close"))]
+        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", body)))
+        self.transport.close()
