@@ -33,3 +33,28 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int, cal
 def _timing(values: list[float]) -> Timing:
     low, median, high = statistics.quantiles(values, n=4)
     return Timing(median, (high - low) / median)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours beside the peer's, and the ratio of rates (above 1: we are faster)."""
+
+    what: str
+    ours: str
+    our_figure: str
+    peer: str
+    peer_figure: str
+    ratio: float
+    spread: float
+
+    @classmethod
+    def rate(cls, what: str, ours: str, our: Timing, peer: str, their: Timing, octets: int) -> Row:
+        """Rates of moving `octets` octets."""
+        return cls.of(what, ours, our, peer, their, octets / 1e9, "GB/s")
+
+    @classmethod
+    def of(cls, what: str, ours: str, our: Timing, peer: str, their: Timing, units: float, unit: str) -> Row:
+        """Rates of `units` units per call."""
+        figures = [f"{units / timing.seconds:.3g} {unit}" for timing in (our, their)]
+        spread = max(our.spread, their.spread)
+        return cls(what, ours, figures[0], peer, figures[1], their.seconds / our.seconds, spread)

@@ -1,0 +1,91 @@
+"""Block GET and PUT over mTLS through Envoy, beside nginx serving the same file and Redis over TLS.
+
+One client process, kept connections; nginx is asked by the same client as we are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import redis as redis_client
+
+from benchmarks import peers
+from benchmarks.measure import Row, interleaved
+from benchmarks.stack import COMPAT, Bench, bench_stack, make_container, make_key
+
+MIB = 1 << 20
+SIZES = {2 * MIB: 60, 32 * MIB: 15}  # octets -> rounds
+
+
+def run() -> list[Row]:
+    """Rows of the table."""
+    rows: list[Row] = []
+    with bench_stack() as bench, tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        files = work / "files"
+        files.mkdir()
+        with (
+            peers.nginx(work / "nginx", files, bench.server_tls) as nginx,
+            peers.redis(work / "redis", bench.server_tls) as port,
+        ):
+            for size, rounds in SIZES.items():
+                rows += _size(bench, files, nginx, _redis(bench, port), size, rounds)
+    return rows
+
+
+def _redis(bench: Bench, port: int) -> redis_client.Redis:
+    return redis_client.Redis(
+        host="localhost",
+        port=port,
+        ssl=True,
+        ssl_ca_certs=str(bench.credentials.ca),
+        ssl_certfile=str(bench.credentials.cert),
+        ssl_keyfile=str(bench.credentials.key),
+    )
+
+
+def _size(bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size: int, rounds: int) -> list[Row]:
+    label = f"{size // MIB} MiB"
+    octets = make_container(size)
+    key = make_key("get", size)
+    path = files / "blocks" / COMPAT / bench.scope_id / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(octets)
+    redis.set(key, octets)
+    buffer = bytearray(size)
+    with bench.client(frozenset({nginx}), verify=False) as plain, bench.client() as verifying:
+        verifying.put(bench.holder, COMPAT, bench.scope_id, key, octets)
+        records = verifying.lookup(bench.scope_id, COMPAT, [key]).replicas[0]
+
+        def get_from(holder: str) -> Callable[[], object]:
+            return lambda: plain.get_from(holder, COMPAT, bench.scope_id, key, into=buffer)
+
+        gets = interleaved(
+            {
+                "kvsp": get_from(bench.holder),
+                "kvsp verified": lambda: verifying.get(records, into=buffer),
+                "nginx": get_from(nginx),
+                "redis": lambda: redis.get(key),
+            },
+            rounds,
+        )
+        numbers = itertools.count()
+        puts = interleaved(
+            {
+                "kvsp": lambda: verifying.put(
+                    bench.holder, COMPAT, bench.scope_id, make_key("put", size, next(numbers)), octets
+                ),
+                "redis": lambda: redis.set("put", octets),
+            },
+            rounds,
+        )
+    return [
+        Row.rate(f"GET {label}", "kvsp, unverified", gets["kvsp"], "nginx mTLS", gets["nginx"], size),
+        Row.rate(f"GET {label}", "kvsp, unverified", gets["kvsp"], "Redis TLS GET", gets["redis"], size),
+        Row.rate(f"GET {label}", "kvsp, verified", gets["kvsp verified"], "nginx mTLS", gets["nginx"], size),
+        Row.rate(f"GET {label}", "kvsp, verified", gets["kvsp verified"], "Redis TLS GET", gets["redis"], size),
+        Row.rate(f"PUT {label}", "kvsp, digests checked", puts["kvsp"], "Redis TLS SET", puts["redis"], size),
+    ]

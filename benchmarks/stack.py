@@ -1,0 +1,80 @@
+"""The dev stack for benchmarks, and blocks to put into it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers import Tls, free_port
+from deploy.local.configs import Settings
+from deploy.local.layout import Layout
+from deploy.local.stack import Background, prepare, running
+from kvsp.client import Client, Credentials, Endpoints, Options
+from kvsp.client.config import load_stack
+from kvsp.protocol import container
+
+LAYERS = 32
+TOKENS = 16
+COMPAT = "c0" * 32  # of no known descriptor: only the container's structure is checked
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A running stack and who talks to it."""
+
+    layout: Layout
+    background: Background
+    credentials: Credentials
+    endpoints: Endpoints
+    holder: str
+    scope_id: str
+    server_tls: Tls
+
+    def client(self, extra_holders: frozenset[str] = frozenset(), *, verify: bool = True) -> Client:
+        """A client of the stack that also trusts `extra_holders`."""
+        endpoints = Endpoints(self.endpoints.index, self.endpoints.holders | extra_holders)
+        return Client(self.credentials, endpoints, Options(verify=verify))
+
+    def pid(self, name: str) -> int:
+        """Process id of index, h1, gateway or envoy."""
+        return self.background.stack.supervisor.pid(name)
+
+
+@contextmanager
+def bench_stack(arena_octets: int = 1 << 30) -> Iterator[Bench]:
+    """A stack of its own on free ports, removed at the end."""
+    home = Path(tempfile.mkdtemp(prefix="kvsp-bench-"))
+    try:
+        layout = Layout(home / ".kvsp", free_port(), free_port())
+        settings = Settings(overrides={"h1": {"arena_octets": arena_octets}})
+        with running(prepare(layout, settings, print, restart=False)) as background:
+            facts = load_stack(layout.endpoints, "client-demo")
+            yield Bench(
+                layout,
+                background,
+                facts.credentials,
+                facts.endpoints,
+                facts.holders["h1"],
+                facts.scopes["demo"],
+                Tls(layout.pki / "ca.pem", layout.pki / "envoy.pem", layout.pki / "envoy-key.pem"),
+            )
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def make_container(payload_octets: int) -> bytes:
+    """A raw container of LAYERS layers with random sections."""
+    section = payload_octets // LAYERS // 2
+    layers = [(os.urandom(section), os.urandom(section)) for _ in range(LAYERS)]
+    return container.build(0, TOKENS, layers)
+
+
+def make_key(*parts: object) -> str:
+    """A block key that is as good as random."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
