@@ -16,7 +16,8 @@ DEFAULT_TIMEOUT_S = 10.0
 OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", limits.GRPC_MESSAGE_OCTETS_MAX),
     ("grpc.max_send_message_length", limits.GRPC_MESSAGE_OCTETS_MAX),
-    ("grpc.max_metadata_size", 16 << 10),
+    # A refused lease names every unknown key in its problem (U-16), in base64 of hex.
+    ("grpc.max_metadata_size", 2 * limits.LEASE_KEYS_MAX * 67),
 )
 
 # A role that restarts is found again within a second.

@@ -39,12 +39,15 @@ def to_message(error: KvspError) -> common_pb2.Problem:
 
 
 def from_message(message: common_pb2.Problem) -> KvspError:
-    """The error that a message carries; an unregistered one becomes a bare 500."""
+    """The error that a message carries; an unregistered or malformed one becomes a bare 500."""
     table: Any = registry.PROBLEMS if message.suffix else registry.PLAIN_PROBLEMS
     problem = table.get(message.suffix or message.status)
     if problem is None:
         return KvspError(registry.INTERNAL)
-    extensions = msgspec.json.decode(message.extensions_json) if message.extensions_json else {}
+    try:
+        extensions = msgspec.json.decode(message.extensions_json or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return KvspError(registry.INTERNAL)
     retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
     return KvspError(problem, message.detail, extensions, retry_after_s)
 
@@ -57,7 +60,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvspError) -
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvspError:
     """The KvspError behind a failed call. Failures of the transport itself become 503, 504 or 500."""
-    for name, value in error.trailing_metadata() or ():
+    trailers: Any = error.trailing_metadata() or ()
+    for name, value in trailers:
         if name == PROBLEM_TRAILER and isinstance(value, bytes):
             return from_message(common_pb2.Problem.FromString(value))
     problem = _BARE_CODES.get(error.code(), registry.INTERNAL)

@@ -32,10 +32,10 @@ def caller(context: grpc.aio.ServicerContext[Any, Any], policy: Policy) -> Ident
         if not named:
             raise KvspError(registry.FORBIDDEN, "no principal")
         return policy.identify(named[0])
-    uris = context.auth_context().get("peer_uri") or context.auth_context().get("x509_uri") or ()
+    uris = list(context.auth_context().get("peer_uri", ()))
     if len(uris) != 1:
         raise KvspError(registry.FORBIDDEN, "the certificate needs exactly one URI SAN")
-    peer = policy.identify(bytes(next(iter(uris))).decode())
+    peer = policy.identify(bytes(uris[0]).decode())
     if not named or named[0] == peer.uri:
         return peer
     policy.require_role(peer, frozenset({"gateway"}))

@@ -36,9 +36,14 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], config: ServiceConfig) ->
         start_admin(config.admin)
         uvloop.run(main())
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
+
+
+def refuse(error: ConfigError) -> int:
+    """Say in one line on stderr why a role does not start. Returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def configure_logs(level: str) -> None:
@@ -69,11 +74,11 @@ def start_admin(address: str) -> None:
 def make_server(config: ServiceConfig, services: Sequence[str]) -> grpc.aio.Server:
     """A gRPC server bound to `config.listen`, with health and reflection. Raises ConfigError."""
     server = grpc.aio.server(interceptors=(Guard(),), options=(*OPTIONS, ("grpc.so_reuseport", 0)))
-    checks = health.aio.HealthServicer()
+    checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     _bind(server, config)
-    server._kvsp_health = checks
+    server._kvsp_health = checks  # type: ignore[attr-defined]
     return server
 
 
