@@ -138,6 +138,8 @@ async def transfers(address: str, scheme: str, mebioctets: int, seconds: float) 
 
 
 async def bench(address: str, seconds: float) -> None:
+    async with open_channel(address) as channel:
+        await channel.channel_ready()
     await control(address, seconds)
     for scheme in ("shm", "grpc"):
         for mebioctets in (2, 32):

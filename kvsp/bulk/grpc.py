@@ -1,0 +1,83 @@
+"""Octets as messages of the holder's ReadBlock and WriteBlock streams: works wherever the control channel does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import ClassVar
+
+from kvsp.bulk.source import BlockReader, BlockWriter, Capabilities, Piece, Transfer
+from kvsp.protocol import limits, registry
+from kvsp.protocol.errors import KvspError
+from kvsp.rpc.errors import translated
+from kvsp.rpc.identity import speak_for
+from kvsp.v1 import holder_pb2, holder_pb2_grpc
+
+_CHUNK = limits.GRPC_CHUNK_OCTETS
+
+
+class GrpcSource:
+    """`Transfer.endpoint` is the holder's channel."""
+
+    scheme: ClassVar[str] = "grpc"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def reader(self, transfer: Transfer) -> BlockReader:
+        """Pull the octets of an open transfer."""
+        return _Reader(transfer)
+
+    def writer(self, transfer: Transfer) -> BlockWriter:
+        """Push the octets of a reserved transfer."""
+        return _Writer(transfer)
+
+
+class _Reader:
+    def __init__(self, transfer: Transfer) -> None:
+        self._left = transfer.length
+        self._call = holder_pb2_grpc.HolderStub(transfer.endpoint).ReadBlock(
+            holder_pb2.ReadBlockRequest(transfer=transfer.id), metadata=speak_for(transfer.principal)
+        )
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        async with translated():
+            async for chunk in self._call:
+                self._left -= len(chunk.octets)
+                if self._left < 0:
+                    break
+                yield chunk.octets
+        if self._left:
+            raise KvspError(registry.UNAVAILABLE, "the holder sent another number of octets", retry_after_s=1)
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+class _Writer:
+    def __init__(self, transfer: Transfer) -> None:
+        self._id = transfer.id
+        self._call = holder_pb2_grpc.HolderStub(transfer.endpoint).WriteBlock(
+            metadata=speak_for(transfer.principal)
+        )
+
+    async def write(self, piece: Piece) -> None:
+        view = memoryview(piece).cast("B")
+        for at in range(0, len(view), _CHUNK):
+            chunk = holder_pb2.WriteBlockRequest(transfer=self._id, octets=bytes(view[at : at + _CHUNK]))
+            await self._send(chunk)
+
+    async def _send(self, chunk: holder_pb2.WriteBlockRequest) -> None:
+        async with translated():
+            try:
+                await self._call.write(chunk)
+            except Exception:
+                # A call that the holder ended says why in its status, not in the failed write.
+                if self._call.done():
+                    await self._call
+                raise
+
+    async def finish(self) -> None:
+        async with translated():
+            await self._call.done_writing()
+            await self._call
+
+    def close(self) -> None:
+        self._call.cancel()

@@ -1,0 +1,246 @@
+"""The holder as its readers and writers see it: open a block and take its octets, reserve room and fill it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Final
+
+import grpc
+
+from kvsp.bulk.chooser import Chooser
+from kvsp.bulk.control import ControlStream
+from kvsp.bulk.source import (
+    PIECE_OCTETS,
+    BlockReader,
+    BlockWriter,
+    Extent,
+    Piece,
+    SourceUnavailableError,
+    Transfer,
+)
+from kvsp.protocol import registry
+from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.v1 import common_pb2, holder_pb2
+
+STREAMS_MAX: Final = 256
+IDLE_S: Final = 60.0
+OPEN_TIMEOUT_S: Final = 10.0  # the first request of a layer range waits until the range is hashed
+COMMIT_TIMEOUT_S: Final = 60.0
+
+
+class HolderClient:
+    """One holder. Keeps a control stream per principal: at most STREAMS_MAX that are idle, IDLE_S long."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        schemes: Sequence[str] = ("shm", "grpc"),
+        *,
+        same_host: bool = True,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._channel = channel
+        self._chooser = Chooser(schemes, same_host=same_host)
+        self._idle_s = idle_s
+        self._streams: OrderedDict[str, ControlStream] = OrderedDict()
+
+    async def open(
+        self,
+        principal: str,
+        name: common_pb2.BlockName,
+        *,
+        layers: tuple[int, int] | None = None,
+        codec: int | None = None,
+        pin: bool = True,
+    ) -> OpenedTransfer:
+        """Describe a block, or layers first..last of it, and with `pin` hold it for reading.
+
+        Raises KvspError: 403, 404 (block, codec, layers), 503, 504.
+        """
+        stream = self._stream(principal)
+        request = holder_pb2.OpenBlock(name=name, codec=codec, pin=pin)
+        if layers is not None:
+            request.layers.first, request.layers.last = layers
+        while True:
+            offered = self._chooser.ranked() if pin else []
+            del request.schemes[:]
+            request.schemes.extend(offered)
+            opened = (await stream.ask(OPEN_TIMEOUT_S, open=request)).opened
+            if not pin:
+                return OpenedTransfer(stream, opened, None)
+            transfer = self._transfer(principal, opened.transfer, opened.payload_octets, opened.location)
+            try:
+                reader = self._chooser.source(opened.location.scheme).reader(transfer)
+            except SourceUnavailableError as error:
+                stream.tell(close=holder_pb2.CloseBlock(transfer=opened.transfer))
+                self._fell_back(offered, opened.location.scheme, error)
+                continue
+            return OpenedTransfer(stream, opened, reader)
+
+    async def reserve(self, principal: str, name: common_pb2.BlockName, length: int) -> ReservedTransfer | None:
+        """Room for a container of `length` octets; 0: only check that it may be written, answer None.
+
+        While another writes the same block, waits for the outcome. Raises KvspError: 403, 409, 412, 413, 503.
+        """
+        stream = self._stream(principal)
+        while True:
+            offered = self._chooser.ranked()
+            request = holder_pb2.ReserveBlock(name=name, length=length, schemes=offered)
+            reserved = (await stream.ask(None, reserve=request)).reserved
+            if not length:
+                return None
+            transfer = self._transfer(principal, reserved.transfer, length, reserved.location)
+            try:
+                writer = self._chooser.source(reserved.location.scheme).writer(transfer)
+            except SourceUnavailableError as error:
+                stream.tell(abort=holder_pb2.AbortBlock(transfer=reserved.transfer))
+                self._fell_back(offered, reserved.location.scheme, error)
+                continue
+            return ReservedTransfer(stream, reserved, length, writer)
+
+    async def close(self) -> None:
+        """End every stream; the holder drops what is open on them."""
+        streams = list(self._streams.values())
+        for stream in streams:
+            stream.close()
+        for stream in streams:
+            await stream.closed()
+
+    def _stream(self, principal: str) -> ControlStream:
+        stream = self._streams.get(principal)
+        if stream is None:
+            if len(self._streams) >= STREAMS_MAX:
+                idle = next((each for each in self._streams.values() if each.idle), None)
+                if idle is not None:
+                    idle.close()
+            stream = ControlStream(self._channel, principal, self._idle_s, self._forget)
+            self._streams[principal] = stream
+        self._streams.move_to_end(principal)
+        return stream
+
+    def _forget(self, stream: ControlStream) -> None:
+        if self._streams.get(stream.principal) is stream:
+            del self._streams[stream.principal]
+
+    def _transfer(self, principal: str, transfer: int, length: int, where: holder_pb2.Location) -> Transfer:
+        extent = None
+        if where.HasField("shm"):
+            extent = Extent(where.shm.arena, where.shm.offset, where.shm.length)
+        return Transfer(transfer, length, principal, self._channel, extent)
+
+    def _fell_back(self, offered: list[str], scheme: str, error: SourceUnavailableError) -> None:
+        if scheme not in offered:
+            raise KvspError(registry.INTERNAL) from error
+        self._chooser.failed(scheme, error)
+
+
+class OpenedTransfer:
+    """A described block, and when pinned, its payload.
+
+    `header` is the container header of the selected layers, `sha256` covers header and payload.
+    `max_age_s` is how long a cache may keep it. Close it when no piece is in use any more.
+    """
+
+    def __init__(self, stream: ControlStream, opened: holder_pb2.OpenedBlock, reader: BlockReader | None) -> None:
+        self.header = opened.header
+        self.payload_octets = opened.payload_octets
+        self.total_octets = len(opened.header) + opened.payload_octets
+        self.sha256 = opened.sha256
+        self.max_age_s = opened.max_age_s
+        self._id = opened.transfer
+        self._stream = stream
+        self._reader = reader
+        self._deadline = _deadline(opened.deadline_ms)
+        if reader is not None:
+            stream.users += 1
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The payload in order. Raises KvspError (503) once the pin is gone: its octets may be another's."""
+        if self._reader is None:
+            raise ValueError("the block was opened without a pin")
+        async for piece in self._reader.pieces():
+            _check_held(self._stream, self._deadline)
+            yield piece
+
+    def close(self) -> None:
+        """Drop the pin. Idempotent, does not wait."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+            self._stream.users -= 1
+            self._stream.tell(close=holder_pb2.CloseBlock(transfer=self._id))
+
+
+class ReservedTransfer:
+    """Room for one container, to be filled from its first octet to its last and committed, or aborted."""
+
+    def __init__(
+        self, stream: ControlStream, reserved: holder_pb2.ReservedBlock, length: int, writer: BlockWriter
+    ) -> None:
+        self.length = length
+        self.written = 0
+        self._reported = 0
+        self._id = reserved.transfer
+        self._stream = stream
+        self._writer = writer
+        self._deadline = _deadline(reserved.deadline_ms)
+        self._open = True
+        stream.users += 1
+
+    async def write(self, piece: Piece) -> None:
+        """Append; the holder hashes what has arrived meanwhile. Raises KvspError: 400 too many octets, 503."""
+        # Past its deadline the room may be given to another block: never touch it again.
+        _check_held(self._stream, self._deadline)
+        if not self._open:
+            raise ValueError("the transfer is over")
+        octets = memoryview(piece).nbytes
+        if self.written + octets > self.length:
+            raise bad_request("more octets than announced")
+        await self._writer.write(piece)
+        self.written += octets
+        if self.written - self._reported >= PIECE_OCTETS:
+            self._report()
+
+    async def commit(self, digests: Mapping[str, bytes] | Iterable[tuple[str, bytes]] = ()) -> bytes:
+        """Make the block visible and return its SHA-256, comparing `digests` (by RFC 9530 algorithm name).
+
+        Raises KvspError: 400, 409, 422, 503, 504. Whatever is raised, nothing is stored and the transfer is over.
+        """
+        pairs = digests.items() if isinstance(digests, Mapping) else digests
+        fields = [holder_pb2.FieldDigest(algorithm=name, value=value) for name, value in pairs]
+        try:
+            await self._writer.finish()
+            self._report()
+            commit = holder_pb2.CommitBlock(transfer=self._id, digests=fields)
+            reply = await self._stream.ask(COMMIT_TIMEOUT_S, commit=commit)
+        except BaseException:
+            self.abort()
+            raise
+        self._end()
+        return reply.committed.sha256
+
+    def abort(self) -> None:
+        """Give the room back; nothing is stored. Idempotent, does not wait, nothing after `commit`."""
+        if self._open:
+            self._end()
+            self._stream.tell(abort=holder_pb2.AbortBlock(transfer=self._id))
+
+    def _report(self) -> None:
+        self._reported = self.written
+        self._stream.tell(wrote=holder_pb2.WroteOctets(transfer=self._id, octets=self.written))
+
+    def _end(self) -> None:
+        self._open = False
+        self._writer.close()
+        self._stream.users -= 1
+
+
+def _deadline(after_ms: int) -> float:
+    return asyncio.get_running_loop().time() + after_ms / 1000
+
+
+def _check_held(stream: ControlStream, deadline: float) -> None:
+    if not stream.alive or asyncio.get_running_loop().time() >= deadline:
+        raise KvspError(registry.UNAVAILABLE, "the transfer has lapsed", retry_after_s=1)

@@ -1,0 +1,32 @@
+"""`kvsp`: look into containers, compute names, and talk to an index and holders from a shell."""
+
+from __future__ import annotations
+
+import typer
+
+from kvsp.cli import local, remote
+from kvsp.cli.report import EXIT_CODES_HELP
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+app.command("inspect")(local.inspect)
+app.command("keys")(local.keys)
+app.command("compat-id")(local.compat_id)
+app.command("lookup")(remote.lookup)
+app.command("get")(remote.get)
+app.command("put")(remote.put)
+
+
+@app.callback(help=f"Look into KV-cache blocks, name them, find, fetch and store them.\n\n{EXIT_CODES_HELP}")
+def _root() -> None:
+    """The help is given above."""
+
+
+def main() -> None:
+    """Entry point of `kvsp`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What a holder holds. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvsp.protocol.container import Header
+from services.holder.allocator import rounded
+
+
+class Name(NamedTuple):
+    """Raw identifiers of a block: 32, 16 and 32 octets."""
+
+    compat_id: bytes
+    scope_id: bytes
+    block_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """What reading a whole container through once tells."""
+
+    header: Header
+    layer_digests: tuple[bytes, ...]
+    sha256: bytes
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A stored block: its container lies at `offset` of the arena.
+
+    `pins` are readers at work, `leases` cover it; either keeps its extent. `gone`: no longer found
+    by name, the extent goes when the last reader has finished. `published_until_ms`: the index lists
+    it until then, by the last grant; None before the first.
+    """
+
+    name: Name
+    offset: int
+    digested: Digested = field(repr=False)
+    pins: int = 0
+    leases: int = 0
+    gone: bool = False
+    published_until_ms: int | None = None
+
+    @property
+    def octets(self) -> int:
+        """Octets of the container."""
+        return self.digested.header.total_octets
+
+    @property
+    def extent_octets(self) -> int:
+        """Octets of the arena that the container takes."""
+        return rounded(self.octets)
+
+
+class EvictionPolicy(Protocol):
+    """Orders the blocks that may be evicted; the state adds and removes them, so none of these is in use."""
+
+    def add(self, block: Block) -> None:
+        """The block has just been used and may be evicted from now on."""
+
+    def remove(self, block: Block) -> None:
+        """The block may no longer be evicted, or is gone."""
+
+    def victim(self) -> Block | None:
+        """What to evict first."""
+
+
+class Lru:
+    """Evicts what was used longest ago."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Block, None] = OrderedDict()
+
+    def add(self, block: Block) -> None:
+        """The most recently used."""
+        self._order[block] = None
+        self._order.move_to_end(block)
+
+    def remove(self, block: Block) -> None:
+        """No longer a candidate."""
+        del self._order[block]
+
+    def victim(self) -> Block | None:
+        """The least recently used."""
+        return next(iter(self._order), None)

@@ -1,0 +1,162 @@
+"""One control stream: requests answered by id, and everything it opened dropped when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from kvsp.protocol import access, limits, registry
+from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.names import HEX16_CHARS, HEX32_CHARS
+from kvsp.protocol.policy import Identity
+from kvsp.rpc.errors import to_message
+from kvsp.v1 import common_pb2, holder_pb2
+from services.holder import metrics
+from services.holder.blocks import Name
+from services.holder.host import Host
+
+IN_PROGRESS_MAX: Final = 1024
+"""Requests of one stream that may await their answer; the stream is not read beyond them."""
+
+log = structlog.get_logger()
+
+
+def name_of(message: common_pb2.BlockName) -> Name:
+    """A block name of the right lengths. Raises KvspError (400)."""
+    lengths = len(message.compat_id), len(message.scope_id), len(message.block_key)
+    if lengths != (HEX32_CHARS // 2, HEX16_CHARS // 2, HEX32_CHARS // 2):
+        raise bad_request("malformed block name")
+    return Name(message.compat_id, message.scope_id, message.block_key)
+
+
+class TransferStream:
+    """Serves the requests of one principal. `number` is this stream's in the state."""
+
+    def __init__(
+        self, host: Host, identity: Identity, number: int, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        self._host = host
+        self._identity = identity
+        self._number = number
+        self._context = context
+        self._writing = asyncio.Lock()  # gRPC takes one message of a stream at a time
+        self._slots = asyncio.Semaphore(IN_PROGRESS_MAX)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, requests: AsyncIterator[holder_pb2.TransferRequest]) -> None:
+        """Until the peer ends the stream or is gone."""
+        try:
+            async for request in requests:
+                if not self._note(request):
+                    await self._slots.acquire()
+                    task = asyncio.create_task(self._answer(request))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._done)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._host.end_stream(self._number)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._slots.release()
+
+    def _note(self, request: holder_pb2.TransferRequest) -> bool:
+        """Carry out a request that has no reply, in the order of arrival; False for all others."""
+        match request.WhichOneof("request"):
+            case "close":
+                self._host.close_transfer(self._number, request.close.transfer)
+            case "abort":
+                self._host.abort(self._number, request.abort.transfer)
+            case "wrote":
+                self._wrote(request.wrote)
+            case _:
+                return False
+        return True
+
+    def _wrote(self, message: holder_pb2.WroteOctets) -> None:
+        # No reply to put a problem in: a writer that has lapsed or oversteps hears of it at its commit.
+        with suppress(KvspError):
+            reservation = self._host.state.reservation(message.transfer, self._identity.uri)
+            self._host.wrote(reservation, message.octets)
+
+    async def _answer(self, request: holder_pb2.TransferRequest) -> None:
+        reply = holder_pb2.TransferReply(id=request.id)
+        try:
+            match request.WhichOneof("request"):
+                case "open":
+                    reply.opened.CopyFrom(await self._open(request.open))
+                case "reserve":
+                    reply.reserved.CopyFrom(await self._reserve(request.reserve))
+                case "commit":
+                    reply.committed.CopyFrom(await self._commit(request.commit))
+                case _:
+                    raise bad_request("unknown request")
+        except KvspError as error:
+            reply.problem.CopyFrom(to_message(error))
+        except Exception as error:  # the boundary: nothing internal may leave
+            log.exception("unexpected", kind=type(error).__name__)
+            reply.problem.CopyFrom(to_message(KvspError(registry.INTERNAL)))
+        async with self._writing:
+            await self._context.write(reply)
+
+    async def _open(self, message: holder_pb2.OpenBlock) -> holder_pb2.OpenedBlock:
+        name = name_of(message.name)
+        self._host.authorize(self._identity, access.GET_BLOCK, name.scope_id)
+        scheme = self._host.scheme(message.schemes) if message.pin else ""
+        layers = (message.layers.first, message.layers.last) if message.HasField("layers") else None
+        codec = message.codec if message.HasField("codec") else None
+        pin, header, sha256 = await self._host.open(self._number, self._identity, name, layers, codec)
+        opened = holder_pb2.OpenedBlock(
+            header=header,
+            payload_octets=pin.header.payload_octets,
+            sha256=sha256,
+            max_age_s=self._host.max_age_s(pin.block),
+        )
+        if message.pin:
+            opened.transfer = pin.id
+            opened.deadline_ms = limits.PIN_DEADLINE_MS
+            opened.location.CopyFrom(self._location(scheme, pin.offset, pin.header.payload_octets))
+            _count("out", scheme, pin.header.payload_octets)
+        else:
+            self._host.close_pin(pin)
+        return opened
+
+    async def _reserve(self, message: holder_pb2.ReserveBlock) -> holder_pb2.ReservedBlock:
+        name = name_of(message.name)
+        self._host.authorize(self._identity, access.PUT_BLOCK, name.scope_id)
+        if not message.length:
+            self._host.state.check_reserve(name, 0)
+            return holder_pb2.ReservedBlock()
+        scheme = self._host.scheme(message.schemes)
+        reservation = await self._host.reserve(self._number, self._identity, name, message.length)
+        _count("in", scheme, message.length)
+        return holder_pb2.ReservedBlock(
+            transfer=reservation.id,
+            location=self._location(scheme, reservation.offset, reservation.length),
+            deadline_ms=limits.PIN_DEADLINE_MS,
+        )
+
+    async def _commit(self, message: holder_pb2.CommitBlock) -> holder_pb2.CommittedBlock:
+        reservation = self._host.state.reservation(message.transfer, self._identity.uri)
+        declared = [(field.algorithm, field.value) for field in message.digests]
+        block = await self._host.commit(reservation, declared)
+        return holder_pb2.CommittedBlock(sha256=block.digested.sha256)
+
+    def _location(self, scheme: str, offset: int, length: int) -> holder_pb2.Location:
+        location = holder_pb2.Location(scheme=scheme)
+        if scheme == "shm":
+            location.shm.arena = str(self._host.arena.path)
+            location.shm.offset = offset
+            location.shm.length = length
+        return location
+
+
+def _count(direction: str, scheme: str, octets: int) -> None:
+    metrics.TRANSFERS.labels(direction, scheme).inc()
+    metrics.OCTETS.labels(direction, scheme).inc(octets)

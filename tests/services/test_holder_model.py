@@ -1,0 +1,185 @@
+"""Pins, reservations, leases and evictions in any order, against a model of plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvsp.protocol import limits, registry
+from kvsp.protocol.errors import KvspError
+from kvsp.protocol.policy import Identity
+from services.holder.allocator import ALIGN
+from services.holder.blocks import Block, Name
+from services.holder.state import Free, Withdraw
+from services.holder.transfers import Pin, Reservation
+from tests.services.holder_states import A, B, digested, name, state_of
+
+
+def outcome(call: Callable[..., Any], *args: Any) -> Any:
+    """What a call returns, or the KvspError that it raises."""
+    try:
+        return call(*args)
+    except KvspError as error:
+        return error
+
+
+class HolderMachine(RuleBasedStateMachine):
+    PAGES = 6
+
+    @initialize()
+    def start(self) -> None:
+        self.state = state_of(self.PAGES)
+        self.now = 0
+        self.pins: list[tuple[Pin, int]] = []
+        self.reservations: list[tuple[Reservation, int, int]] = []
+        self.leases: dict[str, tuple[Identity, set[Block], int]] = {}
+        self.blocks: dict[Name, Block] = {}
+        self.gone: set[Block] = set()
+        self.serial = 0
+
+    def after(self) -> None:
+        withdrawn: set[Block] = set()
+        for instruction in self.state.instructions():
+            if isinstance(instruction, Withdraw):
+                block = instruction.block
+                assert self.blocks.pop(block.name) is block
+                withdrawn.add(block)
+                self.gone.add(block)
+            elif isinstance(instruction, Free):
+                assert instruction.block in self.gone  # withdrawn before it is freed
+                assert all(pin.block is not instruction.block for pin, _ in self.pins)
+                self.gone.remove(instruction.block)
+
+    def leased(self) -> set[Block]:
+        return {block for _, blocks, expires in self.leases.values() if expires > self.now for block in blocks}
+
+    @rule(i=st.integers(0, 5), pages=st.integers(1, 3), stream=st.integers(1, 2))
+    def reserve(self, i: int, pages: int, stream: int) -> None:
+        made = digested(i, pages)
+        safe = self.leased() | {pin.block for pin, _ in self.pins}
+        found = outcome(self.state.reserve, stream, A.uri, name(i), made.header.total_octets, self.now)
+        if isinstance(found, KvspError):
+            held = name(i) in self.blocks
+            assert found.problem is (registry.PRECONDITION_FAILED if held else registry.UNAVAILABLE)
+        else:
+            writing = any(r.name == name(i) and not r.lapsed for r, _, _ in self.reservations)
+            assert (found is None) == writing
+            if found is not None:
+                self.reservations.append((found, i, pages))
+        self.after()
+        assert safe <= set(self.blocks.values()) | self.gone
+
+    @rule(n=st.integers(0, 9))
+    def commit(self, n: int) -> None:
+        if self.reservations:
+            reservation, i, pages = self.reservations[n % len(self.reservations)]
+            if not reservation.lapsed:
+                block = self.state.commit(reservation, digested(i, pages))
+                self.blocks[block.name] = block
+                self.reservations.remove((reservation, i, pages))
+        self.after()
+
+    @rule(n=st.integers(0, 9))
+    def abort(self, n: int) -> None:
+        if self.reservations:
+            entry = self.reservations.pop(n % len(self.reservations))
+            assert self.state.abort(entry[0].stream, entry[0].id) is entry[0]
+        self.after()
+
+    @rule(i=st.integers(0, 5), stream=st.integers(1, 2))
+    def open(self, i: int, stream: int) -> None:
+        if name(i) in self.blocks:
+            pin = self.state.open(stream, A.uri, name(i), self.now)
+            self.pins.append((pin, self.now + limits.PIN_DEADLINE_MS))
+
+    @rule(n=st.integers(0, 9))
+    def close(self, n: int) -> None:
+        if self.pins:
+            pin, _ = self.pins.pop(n % len(self.pins))
+            self.state.close(pin.stream, pin.id)
+        self.after()
+
+    @rule(stream=st.integers(1, 2))
+    def end_stream(self, stream: int) -> None:
+        self.pins = [entry for entry in self.pins if entry[0].stream != stream]
+        expected = {entry[0] for entry in self.reservations if entry[0].stream == stream}
+        self.reservations = [entry for entry in self.reservations if entry[0].stream != stream]
+        assert set(self.state.end_stream(stream)) == expected
+        self.after()
+
+    @rule(i=st.sets(st.integers(0, 5), min_size=1), ttl=st.integers(1, 2000), who=st.sampled_from([A, B]))
+    def lease(self, i: set[int], ttl: int, who: Identity) -> None:
+        self.serial += 1
+        held = all(name(each) in self.blocks for each in i)
+        keys = [name(each).block_key for each in i]
+        lease = outcome(self.state.lease, who, str(self.serial), keys, ttl, self.now)
+        if isinstance(lease, KvspError):
+            assert not held
+            assert lease.problem is registry.NOT_FOUND
+        else:
+            assert held
+            self.leases[lease.id] = who, {self.blocks[name(each)] for each in i}, self.now + ttl
+        self.after()
+
+    @rule(n=st.integers(0, 9), ttl=st.integers(1, 2000))
+    def renew_or_release(self, n: int, ttl: int) -> None:
+        live = [each for each, (_, _, expires) in self.leases.items() if expires > self.now]
+        if live:
+            lease_id = live[n % len(live)]
+            who, blocks, _ = self.leases.pop(lease_id)
+            if n % 2:
+                self.state.leases.renew(lease_id, who, ttl, self.now)
+                self.leases[lease_id] = who, blocks, self.now + ttl
+            else:
+                self.state.release_lease(who, lease_id, self.now)
+        self.after()
+
+    @rule(i=st.integers(0, 5))
+    def purge(self, i: int) -> None:
+        if name(i) in self.blocks:
+            block = self.blocks[name(i)]
+            self.state.purge(name(i))
+            for _, blocks, _ in self.leases.values():
+                blocks.discard(block)
+        self.after()
+
+    @rule(ms=st.sampled_from([1, 500, 3000, limits.PIN_DEADLINE_MS]))
+    def tick(self, ms: int) -> None:
+        self.now += ms
+        self.pins = [entry for entry in self.pins if entry[1] > self.now]
+        self.state.tick(self.now)
+        self.after()
+
+    @invariant()
+    def octets_are_accounted_exactly(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        extents = sum(block.extent_octets for block in [*self.blocks.values(), *self.gone])
+        extents += sum(pages * ALIGN for _, _, pages in self.reservations)
+        assert self.state.store.used_octets == extents
+        assert set(self.state.store.all()) == set(self.blocks.values())
+        self.state.expire_leases(self.now)
+        for who in (A, B):
+            live = [
+                blocks for owner, blocks, expires in self.leases.values() if owner is who and expires > self.now
+            ]
+            assert self.state.leases.octets(who.uri) == sum(block.octets for block in set().union(*live))
+
+    def teardown(self) -> None:
+        """Whatever happened, nothing leaks."""
+        if not hasattr(self, "state"):
+            return
+        self.state.end_stream(1)
+        self.state.end_stream(2)
+        for block in list(self.state.store.all()):
+            self.state.drop(block)
+        assert self.state.store.used_octets == 0
+
+
+HolderMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestHolder = pytest.mark.spec("R-087", "R-141", "R-143", "R-086")(HolderMachine.TestCase)
