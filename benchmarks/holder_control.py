@@ -134,7 +134,9 @@ async def transfers(address: str, scheme: str, mebioctets: int, seconds: float) 
         reads = await rate(seconds, get)
         await client.close()
     gigaoctets = len(block) / 1e9
-    print(f"{scheme:5} {mebioctets:3} MiB   PUT {writes * gigaoctets:5.2f} GB/s   GET {reads * gigaoctets:5.2f} GB/s")
+    print(
+        f"{scheme:5} {mebioctets:3} MiB   PUT {writes * gigaoctets:5.2f} GB/s   GET {reads * gigaoctets:5.2f} GB/s"
+    )
 
 
 async def bench(address: str, seconds: float) -> None:

@@ -44,9 +44,8 @@ def run() -> list[Row]:
         socket, holder = bench.layout.socket("index"), bench.holder
         taken = asyncio.run(fill_index(socket, policy.identity_uri("h1"), holder, bench.scope_id, REPLICAS))
         grown = (process.memory_info().rss - before) / taken
-        print(
-            f"index: {taken:,} replicas, {grown:,.0f} octets each, {grown - DIGEST_OCTETS:,.0f} without layer digests"
-        )
+        beside = f"{grown:,.0f} octets each, {grown - DIGEST_OCTETS:,.0f} without layer digests"
+        print(f"index: {taken:,} replicas, {beside}")
         return [_compare(bench, Path(folder))]
 
 

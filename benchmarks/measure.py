@@ -1,4 +1,4 @@
-"""Fair ratios on a noisy machine: every contender runs once per round, rounds are interleaved, medians compared."""
+"""Fair ratios on a noisy machine: contenders take turns, medians are compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Timing:
 def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, Timing]:
     """Time each contender `rounds` times, `calls` calls each time, taking turns."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for name, call in contenders.items():  # warm connections, caches and code
+    for call in contenders.values():  # warm connections, caches and code
         call()
     for _ in range(rounds):
         for name, call in contenders.items():

@@ -30,9 +30,8 @@ def run() -> list[Row]:
             before = _private(process)
             list(pool.map(exchange, [large] * PARALLEL, range(PARALLEL)))
             after = _private(process)
-        print(
-            f"gateway: {before / MIB:.0f} MiB after 1 MiB blocks, {after / MIB:.0f} MiB after 64 MiB blocks, 8 at a time"
-        )
+        sizes = f"{before / MIB:.0f} MiB after 1 MiB blocks, {after / MIB:.0f} MiB after 64 MiB blocks"
+        print(f"gateway: {sizes}, {PARALLEL} at a time")
     return []
 
 

@@ -81,7 +81,7 @@ class Dispatcher:
 
     def _call(self, exchange: Exchange, labels: list[str]) -> Call:
         """The first steps of the order of checks: identity 403, route 404, method 405, segments 404."""
-        if exchange.connection.headers_too_large:
+        if exchange.incoming.headers_too_large:
             raise KvspError(registry.HEADERS_TOO_LARGE)
         if len(exchange.path) + len(exchange.query) > limits.URI_OCTETS_MAX:
             raise KvspError(registry.URI_TOO_LONG)

@@ -24,12 +24,12 @@ class Backend:
     def __init__(self, config: RoleConfig) -> None:
         self.role = config.role
         self.path = config.path
-        same_host = config.backend.address.startswith("unix:")
+        self.same_host = config.backend.address.startswith("unix:")
         self._channel = open_channel(config.backend.address, config.backend.tls)
         self.authority = common_pb2_grpc.AuthorityStub(self._channel)
         self.index = index_pb2_grpc.IndexStub(self._channel)
         self.holder = holder_pb2_grpc.HolderStub(self._channel)
-        self.blocks = HolderClient(self._channel, same_host=same_host)
+        self.blocks = HolderClient(self._channel, same_host=self.same_host)
 
     async def close(self) -> None:
         """End everything that is open."""

@@ -92,15 +92,14 @@ async def put_block(call: Call) -> None:
         declared = _declared_digests(exchange)
     length = exchange.content_length() or 0
     reserved = await call.backend.blocks.reserve(call.principal, _name(call), length)
-    pieces = exchange.pieces()
     head = b""
     if reserved is None:
-        head, length = await _read_header(pieces)
+        head, length = await _read_header(exchange.pieces())
         reserved = await call.backend.blocks.reserve(call.principal, _name(call), length)
         if reserved is None:
             raise bad_request("container is empty")
     try:
-        await _receive(reserved, head, pieces)
+        await _receive(exchange, reserved, head)
         await reserved.commit(declared)
     except BaseException:
         reserved.abort()
@@ -128,10 +127,13 @@ async def _read_header(pieces: AsyncIterator[bytes]) -> tuple[bytes, int]:
     raise bad_request("container truncated in its header")
 
 
-async def _receive(reserved: ReservedTransfer, head: bytes, pieces: AsyncIterator[bytes]) -> None:
+async def _receive(exchange: Exchange, reserved: ReservedTransfer, head: bytes) -> None:
     """Pass the body on as it arrives. Raises KvspError (400) when it is not exactly the reserved length."""
     await reserved.write(head)
-    async for piece in pieces:
-        await reserved.write(piece)
+    if reserved.put is not None:
+        await exchange.pour(reserved.put)
+    else:
+        async for piece in exchange.pieces():
+            await reserved.write(piece)
     if reserved.written != reserved.length:
         raise bad_request("container truncated")

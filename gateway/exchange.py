@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from gateway import problems
 from gateway.fields import is_media
 from gateway.problems import NO_STORE, FieldError, Fields
-from gateway.protocol import EXTENSION, Connection
+from gateway.protocol import EXTENSION, Connection, Incoming
 from kvsp.bulk.source import Piece
 from kvsp.protocol import jsonio, registry
 from kvsp.protocol.errors import KvspError
@@ -27,11 +27,13 @@ class Exchange:
         self.path: str = scope["raw_path"].decode("latin-1")
         self.query: bytes = scope["query_string"]
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
-        self.connection: Connection = scope["extensions"][EXTENSION]
+        self.incoming: Incoming = scope["extensions"][EXTENSION]
+        self.connection: Connection = self.incoming.connection
         self.status = 0  # of the response; 0: not started, or not completed
         self._receive = receive
         self._send = send
         self._body_asked = False
+        self._more = True  # of the body is to come
 
     def value(self, name: bytes) -> str | None:
         """A field's value, lines joined as RFC 9110 says; None when absent."""
@@ -56,15 +58,32 @@ class Exchange:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Asking for it is what sends 100 Continue. Raises Disconnected."""
+        while self._more:
+            piece = await self._next()
+            if piece:
+                yield piece
+
+    async def pour(self, sink: Callable[[bytes], None]) -> None:
+        """Give `sink` the rest of the body piece by piece, straight from the parser: it must not keep a
+        caller waiting. Raises Disconnected, and what the sink raises.
+        """
+        self.incoming.sink = sink
+        try:
+            while self._more:
+                piece = await self._next()
+                if self.incoming.failure is not None:
+                    raise self.incoming.failure
+                sink(piece)  # collected before there was a sink
+        finally:
+            self.incoming.sink = None
+
+    async def _next(self) -> bytes:
         self._body_asked = True
-        more = True
-        while more:
-            event = await self._receive()
-            if event["type"] == "http.disconnect":
-                raise Disconnected
-            more = event.get("more_body", False)
-            if event["body"]:
-                yield event["body"]
+        event = await self._receive()
+        if event["type"] == "http.disconnect":
+            raise Disconnected
+        self._more = event.get("more_body", False)
+        return event["body"]  # type: ignore[no-any-return]
 
     async def body(self, octets_max: int) -> bytes:
         """The whole body, counted as it arrives (D4). Raises KvspError (413), Disconnected."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -10,17 +11,16 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway import problems
 from kvsp.protocol.errors import bad_request
 
-EXTENSION: Final = "kvsp.connection"
+EXTENSION: Final = "kvsp.incoming"
 HEADER_OCTETS_MAX: Final = 64 << 10  # D4: Envoy's own limit is 60 KiB
 
 
 class Connection:
-    """A client connection as handlers see it, in `scope["extensions"]`."""
+    """A client connection as handlers see it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._lost = asyncio.Event()
-        self.headers_too_large = False
 
     @property
     def closing(self) -> bool:
@@ -39,6 +39,21 @@ class Connection:
     def lost(self) -> None:
         """The transport is closed."""
         self._lost.set()
+
+
+class Incoming:
+    """One request while it arrives, in `scope["extensions"]`.
+
+    While `sink` is set, pieces of the body go to it as they are parsed, and reading never pauses: for
+    sinks that take octets at once. Otherwise uvicorn collects them, which copies them twice more and stops
+    and starts reading every 64 KiB.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.headers_too_large = False
+        self.sink: Callable[[bytes], None] | None = None
+        self.failure: Exception | None = None  # what the sink raised; it gets nothing more
 
 
 class Protocol(HttpToolsProtocol):
@@ -62,20 +77,32 @@ class Protocol(HttpToolsProtocol):
         self.connection.lost()
 
     def on_message_begin(self) -> None:
-        """Give handlers the connection."""
+        """Give handlers the request."""
         super().on_message_begin()
         self._header_octets = 0
-        self.connection.headers_too_large = False
+        self._incoming = Incoming(self.connection)
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {EXTENSION: self.connection}
+        scope["extensions"] = {EXTENSION: self._incoming}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep no more fields than the limit; the request is then answered with 431."""
         self._header_octets += len(name) + len(value)
         if self._header_octets > HEADER_OCTETS_MAX:
-            self.connection.headers_too_large = True
+            self._incoming.headers_too_large = True
             return
         super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Give the sink what comes after all that was collected before there was one."""
+        incoming = self._incoming
+        if incoming.sink is None or self.cycle.body:
+            super().on_body(body)
+            return
+        try:
+            incoming.sink(body)
+        except Exception as error:  # the parser would make a 400 of it; the handler is the one to tell
+            incoming.sink, incoming.failure = None, error
+            self.cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
         """Octets that are no HTTP request get Problem Details too (R-065)."""

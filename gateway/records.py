@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import structlog
 from msgspec import UNSET, UnsetType
 
 from gateway.backend import Call
 from gateway.exchange import json_fields
+from kvsp.bulk import handoff
+from kvsp.bulk.chooser import FALLBACKS
 from kvsp.protocol import jsonio, limits
 from kvsp.protocol.names import normal_uuid
 from kvsp.protocol.records import Granted, LeaseRenewal, LeaseReply, LeaseRequest, LookupRequest, ReplicaRecord
@@ -17,6 +20,7 @@ from kvsp.rpc import convert
 from kvsp.rpc.errors import translated
 from kvsp.v1 import holder_pb2, index_pb2
 
+log = structlog.get_logger()
 Translate = Callable[[Call, Any], Awaitable[None]]
 
 
@@ -36,7 +40,7 @@ def handler(translate: Translate) -> Callable[[Call], Awaitable[None]]:
 
 
 async def lookup(call: Call, record: LookupRequest) -> None:
-    """The index's JSON goes through as it arrives."""
+    """The index's JSON goes through as it is."""
     targets = [] if isinstance(record.targets, UnsetType) else record.targets
     request = index_pb2.LookupRequest(
         scope_id=bytes.fromhex(record.scope_id),
@@ -44,13 +48,38 @@ async def lookup(call: Call, record: LookupRequest) -> None:
         block_keys=bytes.fromhex("".join(record.block_keys)),
         targets=targets,
         want_targets=record.targets is not UNSET,
+        same_host=call.backend.same_host,
     )
-    chunks = aiter(call.backend.index.Lookup(request, **call.rpc))
-    head = (await anext(chunks)).head
+    head, chunks = await _ask(call, request)
+    text = _taken(head)
+    if head.handoff and text is None:
+        request.same_host = False
+        head, chunks = await _ask(call, request)
     await call.exchange.start(200, json_fields(head.json_octets))
+    if text is not None:
+        await call.exchange.write(text)
     async for chunk in chunks:
         await call.exchange.write(chunk.json)
     await call.exchange.finish()
+
+
+async def _ask(
+    call: Call, request: index_pb2.LookupRequest
+) -> tuple[index_pb2.LookupHead, AsyncIterator[index_pb2.LookupChunk]]:
+    chunks = aiter(call.backend.index.Lookup(request, **call.rpc))
+    return (await anext(chunks)).head, chunks
+
+
+def _taken(head: index_pb2.LookupHead) -> memoryview | None:
+    """The text that lies in shared memory; None when it does not, or cannot be had, which is then said."""
+    if not head.handoff:
+        return None
+    try:
+        return handoff.take(head.handoff, head.json_octets)
+    except OSError as error:
+        FALLBACKS.labels("handoff").inc()
+        log.warning("bulk fallback", scheme="handoff", reason=error.strerror)
+        return None
 
 
 async def put_replica(call: Call, record: ReplicaRecord) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -14,6 +14,8 @@ from kvsp.protocol.errors import KvspError
 from kvsp.rpc.errors import RETRY_AFTER_UNAVAILABLE_S, from_message, from_rpc_error
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import holder_pb2, holder_pb2_grpc
+
+CLOSE_S: Final = 1.0
 
 
 class ControlStream:
@@ -81,8 +83,10 @@ class ControlStream:
         self._end(_broken())
 
     async def closed(self) -> None:
-        """Wait until the call is over."""
-        await asyncio.wait([self._reader])
+        """Wait until the call is over; a holder that does not end it is left."""
+        if (await asyncio.wait([self._reader], timeout=CLOSE_S))[1]:
+            self._call.cancel()
+            await asyncio.wait([self._reader])
 
     async def _requests(self) -> AsyncIterator[holder_pb2.TransferRequest]:
         while (request := await self._queue.get()) is not None:

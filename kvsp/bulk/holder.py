@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Final, cast
 
 import grpc
 
 from kvsp.bulk.chooser import Chooser
 from kvsp.bulk.control import ControlStream
 from kvsp.bulk.source import (
-    PIECE_OCTETS,
     BlockReader,
     BlockWriter,
+    Capabilities,
+    DirectWriter,
     Extent,
     Piece,
     SourceUnavailableError,
@@ -28,6 +29,8 @@ STREAMS_MAX: Final = 256
 IDLE_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 10.0  # the first request of a layer range waits until the range is hashed
 COMMIT_TIMEOUT_S: Final = 60.0
+REPORT_OCTETS: Final = 4 << 20
+"""A writer to shared memory says this often how far it is: seldom enough for the message to cost little."""
 
 
 class HolderClient:
@@ -93,12 +96,13 @@ class HolderClient:
                 return None
             transfer = self._transfer(principal, reserved.transfer, length, reserved.location)
             try:
-                writer = self._chooser.source(reserved.location.scheme).writer(transfer)
+                source = self._chooser.source(reserved.location.scheme)
+                writer = source.writer(transfer)
             except SourceUnavailableError as error:
                 stream.tell(abort=holder_pb2.AbortBlock(transfer=reserved.transfer))
                 self._fell_back(offered, reserved.location.scheme, error)
                 continue
-            return ReservedTransfer(stream, reserved, length, writer)
+            return ReservedTransfer(stream, reserved, length, writer, source.capabilities)
 
     async def close(self) -> None:
         """End every stream; the holder drops what is open on them."""
@@ -174,23 +178,43 @@ class OpenedTransfer:
 
 
 class ReservedTransfer:
-    """Room for one container, to be filled from its first octet to its last and committed, or aborted."""
+    """Room for one container, to be filled from its first octet to its last and committed, or aborted.
+
+    `put` is `write` for callers that must not wait; None: this transport has to.
+    """
 
     def __init__(
-        self, stream: ControlStream, reserved: holder_pb2.ReservedBlock, length: int, writer: BlockWriter
+        self,
+        stream: ControlStream,
+        reserved: holder_pb2.ReservedBlock,
+        length: int,
+        writer: BlockWriter,
+        able: Capabilities,
     ) -> None:
         self.length = length
         self.written = 0
-        self._reported = 0
+        # What comes in messages the holder counts itself; of its own memory it must be told.
+        self._report_at = REPORT_OCTETS if able.zero_copy else length + 1
         self._id = reserved.transfer
         self._stream = stream
         self._writer = writer
+        self.put: Callable[[Piece], None] | None = self._put if able.zero_copy else None
         self._deadline = _deadline(reserved.deadline_ms)
         self._open = True
         stream.users += 1
 
     async def write(self, piece: Piece) -> None:
         """Append; the holder hashes what has arrived meanwhile. Raises KvspError: 400 too many octets, 503."""
+        octets = self._check(piece)
+        await self._writer.write(piece)
+        self._advance(octets)
+
+    def _put(self, piece: Piece) -> None:
+        octets = self._check(piece)
+        cast(DirectWriter, self._writer).put(piece)
+        self._advance(octets)
+
+    def _check(self, piece: Piece) -> int:
         # Past its deadline the room may be given to another block: never touch it again.
         _check_held(self._stream, self._deadline)
         if not self._open:
@@ -198,10 +222,13 @@ class ReservedTransfer:
         octets = memoryview(piece).nbytes
         if self.written + octets > self.length:
             raise bad_request("more octets than announced")
-        await self._writer.write(piece)
+        return octets
+
+    def _advance(self, octets: int) -> None:
         self.written += octets
-        if self.written - self._reported >= PIECE_OCTETS:
-            self._report()
+        if self.written >= self._report_at:
+            self._report_at = self.written + REPORT_OCTETS
+            self._stream.tell(wrote=holder_pb2.WroteOctets(transfer=self._id, octets=self.written))
 
     async def commit(self, digests: Mapping[str, bytes] | Iterable[tuple[str, bytes]] = ()) -> bytes:
         """Make the block visible and return its SHA-256, comparing `digests` (by RFC 9530 algorithm name).
@@ -211,8 +238,9 @@ class ReservedTransfer:
         pairs = digests.items() if isinstance(digests, Mapping) else digests
         fields = [holder_pb2.FieldDigest(algorithm=name, value=value) for name, value in pairs]
         try:
+            if self.written < self.length:
+                raise bad_request("fewer octets than announced")
             await self._writer.finish()
-            self._report()
             commit = holder_pb2.CommitBlock(transfer=self._id, digests=fields)
             reply = await self._stream.ask(COMMIT_TIMEOUT_S, commit=commit)
         except BaseException:
@@ -226,10 +254,6 @@ class ReservedTransfer:
         if self._open:
             self._end()
             self._stream.tell(abort=holder_pb2.AbortBlock(transfer=self._id))
-
-    def _report(self) -> None:
-        self._reported = self.written
-        self._stream.tell(wrote=holder_pb2.WroteOctets(transfer=self._id, octets=self.written))
 
     def _end(self) -> None:
         self._open = False

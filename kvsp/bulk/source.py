@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar, Final, Protocol
 
 ENTRY_POINTS: Final = "kvsp.block_sources"
-PIECE_OCTETS: Final = 256 << 10
+PIECE_OCTETS: Final = 1 << 20
 """Sources cut what they read into pieces of at most this many octets."""
 
 Piece = bytes | bytearray | memoryview
@@ -81,6 +81,13 @@ class BlockWriter(Protocol):
 
     def close(self) -> None:
         """Let go of everything, finished or not; idempotent."""
+
+
+class DirectWriter(BlockWriter, Protocol):
+    """A writer that never waits: that of every source with `zero_copy`."""
+
+    def put(self, piece: Piece) -> None:
+        """`write` without waiting."""
 
 
 class BlockSource(Protocol):

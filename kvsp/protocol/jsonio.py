@@ -7,6 +7,7 @@ lets through: duplicate names, and what stands in members that nobody asked for.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, TypeVar
 
@@ -69,7 +70,9 @@ def _check_text(octets: bytes) -> None:
     if opened > limits.JSON_DEPTH_MAX and _depth(octets) > limits.JSON_DEPTH_MAX:
         raise bad_request(f"JSON nested deeper than {limits.JSON_DEPTH_MAX}")
     try:
-        json.loads(octets.decode(), object_pairs_hook=_check_names, parse_int=_check_integer)
+        json.loads(
+            octets.decode(), object_pairs_hook=_check_names, parse_int=_check_integer, parse_float=_check_float
+        )
     except UnicodeDecodeError:
         raise bad_request("JSON text is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -85,6 +88,13 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
 def _check_integer(digits: str) -> int:
     if len(digits) > len(str(-limits.INT_MAX)) or abs(value := int(digits)) > limits.INT_MAX:
         raise bad_request("JSON integer beyond 2^53-1")
+    return value
+
+
+def _check_float(digits: str) -> float:
+    # "no NaN/Infinity": what no double can hold, such as 1e400, would be one (U-03, D7).
+    if math.isinf(value := float(digits)):
+        raise bad_request("JSON number out of range")
     return value
 
 

@@ -18,6 +18,8 @@ from kvsp.protocol.registry import MEDIA_BLOCK, MEDIA_JSON, index_rows
 # Who may call (D1). Blocks and leases: scope decides, not role; only the index, which has no
 # scopes, is never a caller there.
 ANY_CALLER: Final = frozenset({"placement", "instance", "holder", "frontend", "client"})
+# "owner, anyone else 404", the index too: whoever names a lease that is not its own learns nothing (U-17).
+LEASE_CALLERS: Final = ANY_CALLER | {"index"}
 PLACEMENT: Final = frozenset({"placement"})
 INSTANCE: Final = frozenset({"instance"})
 # "grant only" for the placement side and other holders: `publish_for` / `withdraw_for` decide.
@@ -109,12 +111,12 @@ ROUTES: Final = tuple(
                 problems=(registry.NOT_FOUND, registry.SCOPE_DENIED, registry.LEASE_QUOTA),
             ),
             Route(
-                _HOLDER, "PUT", "leases/{lease}", "kvsp.v1.Holder/RenewLease", ANY_CALLER,
+                _HOLDER, "PUT", "leases/{lease}", "kvsp.v1.Holder/RenewLease", LEASE_CALLERS,
                 "Renew a lease", (200,), request=records.LeaseRenewal, reply=records.LeaseReply,
                 problems=(registry.NOT_FOUND, registry.LEASE_QUOTA),
             ),
             Route(
-                _HOLDER, "DELETE", "leases/{lease}", "kvsp.v1.Holder/ReleaseLease", ANY_CALLER,
+                _HOLDER, "DELETE", "leases/{lease}", "kvsp.v1.Holder/ReleaseLease", LEASE_CALLERS,
                 "Release a lease", (204,), problems=(registry.NOT_FOUND,),
             ),
             Route(

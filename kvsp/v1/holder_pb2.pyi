@@ -41,7 +41,7 @@ class TransferRequest(_message.Message):
     def reserve(self) -> Global___ReserveBlock: ...
     @_builtins.property
     def wrote(self) -> Global___WroteOctets:
-        """octets [0, n) of the extent are in place; no reply"""
+        """octets [0, n) of the shared extent are in place; no reply"""
 
     @_builtins.property
     def commit(self) -> Global___CommitBlock: ...
@@ -216,7 +216,9 @@ Global___CloseBlock: _TypeAlias = CloseBlock  # noqa: Y015
 @_typing.final
 class ReserveBlock(_message.Message):
     """length 0: check authorization and existence only, reserve nothing (the writer does not know the length yet).
-    Errors: 403 kvsp-scope-denied, 413, 412 (held, or being written by another), 503 with retry (no room).
+    While another writes the block, the answer waits for the outcome: 412 at once would speak of a block that
+    may never come to be.
+    Errors: 403 kvsp-scope-denied, 413, 412 (held), 409 kvsp-incompatible, 503 with retry (no room).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -274,6 +276,8 @@ Global___ReservedBlock: _TypeAlias = ReservedBlock  # noqa: Y015
 
 @_typing.final
 class WroteOctets(_message.Message):
+    """Progress, so that hashing overlaps writing; may be left out. Octets of WriteBlock are counted by the holder."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_FIELD_NUMBER: _builtins.int
@@ -296,7 +300,7 @@ Global___WroteOctets: _TypeAlias = WroteOctets  # noqa: Y015
 
 @_typing.final
 class CommitBlock(_message.Message):
-    """Errors: 400 framing, 409 kvsp-incompatible, 422 kvsp-digest-mismatch, 404 unknown transfer.
+    """All octets are in place. Errors: 400 framing, 409 kvsp-incompatible, 422 kvsp-digest-mismatch, 404 unknown transfer.
     On any error the extent is freed and nothing is stored.
     """
 

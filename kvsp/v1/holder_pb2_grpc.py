@@ -95,7 +95,7 @@ class HolderServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WriteBlock(self, request_iterator, context):
-        """Octets of a reserved transfer, for writers that share no memory with the holder.
+        """Octets of a reserved transfer, for writers that share no memory with the holder ("grpc").
         Errors: 404 unknown transfer, 400 more octets than reserved. Who may call: the principal that reserved it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

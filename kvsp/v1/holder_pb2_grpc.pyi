@@ -44,7 +44,7 @@ class HolderStub:
     Errors: 404 unknown transfer. Who may call: the principal that opened it.
     """
     WriteBlock: _grpc.StreamUnaryMultiCallable[_holder_pb2.WriteBlockRequest, _holder_pb2.WriteBlockReply]
-    """Octets of a reserved transfer, for writers that share no memory with the holder.
+    """Octets of a reserved transfer, for writers that share no memory with the holder ("grpc").
     Errors: 404 unknown transfer, 400 more octets than reserved. Who may call: the principal that reserved it.
     """
     CreateLease: _grpc.UnaryUnaryMultiCallable[_holder_pb2.CreateLeaseRequest, _holder_pb2.LeaseReply]
@@ -74,7 +74,7 @@ class HolderAsyncStub(HolderStub):
     Errors: 404 unknown transfer. Who may call: the principal that opened it.
     """
     WriteBlock: _aio.StreamUnaryMultiCallable[_holder_pb2.WriteBlockRequest, _holder_pb2.WriteBlockReply]  # type: ignore[assignment]
-    """Octets of a reserved transfer, for writers that share no memory with the holder.
+    """Octets of a reserved transfer, for writers that share no memory with the holder ("grpc").
     Errors: 404 unknown transfer, 400 more octets than reserved. Who may call: the principal that reserved it.
     """
     CreateLease: _aio.UnaryUnaryMultiCallable[_holder_pb2.CreateLeaseRequest, _holder_pb2.LeaseReply]  # type: ignore[assignment]
@@ -119,7 +119,7 @@ class HolderServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_holder_pb2.WriteBlockRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_holder_pb2.WriteBlockReply, _abc.Awaitable[_holder_pb2.WriteBlockReply]]:
-        """Octets of a reserved transfer, for writers that share no memory with the holder.
+        """Octets of a reserved transfer, for writers that share no memory with the holder ("grpc").
         Errors: 404 unknown transfer, 400 more octets than reserved. Who may call: the principal that reserved it.
         """
 

@@ -28,12 +28,15 @@ class LookupRequest(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     WANT_TARGETS_FIELD_NUMBER: _builtins.int
+    SAME_HOST_FIELD_NUMBER: _builtins.int
     scope_id: _builtins.bytes
     compat_id: _builtins.bytes
     block_keys: _builtins.bytes
     """32 octets each, joined, in prefix order"""
     want_targets: _builtins.bool
     """`targets` was given, even if empty"""
+    same_host: _builtins.bool
+    """the reader can take a long text from shared memory"""
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -44,10 +47,11 @@ class LookupRequest(_message.Message):
         block_keys: _builtins.bytes = ...,
         targets: _abc.Iterable[_builtins.str] | None = ...,
         want_targets: _builtins.bool = ...,
+        same_host: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "compat_id", b"compat_id", "scope_id", b"scope_id", "targets", b"targets", "want_targets", b"want_targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "compat_id", b"compat_id", "same_host", b"same_host", "scope_id", b"scope_id", "targets", b"targets", "want_targets", b"want_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -84,18 +88,22 @@ class LookupHead(_message.Message):
 
     MATCHED_FIELD_NUMBER: _builtins.int
     JSON_OCTETS_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
     matched: _builtins.int
     json_octets: _builtins.int
-    """total length of the text that follows"""
+    """total length of the text"""
+    handoff: _builtins.str
+    """path of the file that holds it; empty: it follows in chunks"""
     def __init__(
         self,
         *,
         matched: _builtins.int = ...,
         json_octets: _builtins.int = ...,
+        handoff: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_octets", b"json_octets", "matched", b"matched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "json_octets", b"json_octets", "matched", b"matched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

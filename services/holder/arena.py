@@ -24,7 +24,8 @@ class Arena:
     def __init__(self, path: Path, fd: int, octets: int) -> None:
         self.path = path
         self._fd = fd
-        self._map = mmap.mmap(fd, octets, mmap.MAP_SHARED)
+        # All pages at once: faults one by one would cost a fresh block's digests as much again.
+        self._map = mmap.mmap(fd, octets, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.view = memoryview(self._map)
 
     @classmethod

@@ -6,9 +6,9 @@ import asyncio
 import hashlib
 import hmac
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from kvsp.protocol import registry
 from kvsp.protocol.digests import ALGORITHMS, ContainerDigester
@@ -16,19 +16,28 @@ from kvsp.protocol.errors import KvspError, bad_request
 from services.holder.blocks import Digested
 from services.holder.transfers import Pin
 
+T = TypeVar("T")
+
 STEP_OCTETS: Final = 256 << 10  # less is not worth a thread switch
 STEP_OCTETS_MAX: Final = 8 << 20  # more would keep an aborted upload's thread busy
 RANGES_MAX: Final = 65_536
 
 
 class Ingest:
-    """Reads a container through once, behind its writer. `extent` is the memory it is written to."""
+    """Reads a container through once, behind its writer. `extent` is the memory it is written to.
 
-    def __init__(self, extent: memoryview, executor: Executor) -> None:
+    `shared`: the writer puts octets there itself and is believed when it says how many. Nobody else
+    is: room not written to still holds octets of an evicted block, perhaps of another scope. Two
+    threads read it: one for the framing and the layer digests, one for the SHA-256 of everything.
+    """
+
+    def __init__(self, extent: memoryview, executor: Executor, *, shared: bool) -> None:
+        self.shared = shared
         self.arrived = 0
         self._extent = extent
         self._executor = executor
-        self._digester = ContainerDigester(full=True)
+        self._digester = ContainerDigester()
+        self._whole = hashlib.sha256()
         self._fed = 0
         self._complete = False
         self._error: Exception | None = None
@@ -55,7 +64,7 @@ class Ingest:
         header = self._digester.header
         if header is None:
             raise bad_request("container truncated")
-        return Digested(header, tuple(self._digester.layer_digests), self._digester.sha256())
+        return Digested(header, tuple(self._digester.layer_digests), self._whole.digest())
 
     async def check(self, declared: Iterable[tuple[str, bytes]], sha256: bytes) -> None:
         """Compare declared digests; others than SHA-256 are computed only here.
@@ -67,9 +76,7 @@ class Ingest:
                 continue
             computed = sha256
             if algorithm != "sha-256":
-                computed = await asyncio.get_running_loop().run_in_executor(
-                    self._executor, _digest, self._extent[: self._fed], algorithm
-                )
+                computed = await self._in_thread(_digest, self._extent[: self._fed], algorithm)
             if not hmac.compare_digest(computed, value):
                 raise KvspError(registry.DIGEST_MISMATCH, f"{algorithm} differs from that of the octets received")
 
@@ -86,15 +93,19 @@ class Ingest:
             self._pump = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while self._waiting() >= (1 if self._complete else STEP_OCTETS):
                 step = min(self._waiting(), STEP_OCTETS_MAX)
                 piece = self._extent[self._fed : self._fed + step]
-                await loop.run_in_executor(self._executor, self._digester.feed, piece)
+                await asyncio.gather(
+                    self._in_thread(self._digester.feed, piece), self._in_thread(self._whole.update, piece)
+                )
                 self._fed += step
         except Exception as error:  # kept for `finish`, whose caller is the one to tell
             self._error = error
+
+    def _in_thread(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
 
 
 class RangeDigests:

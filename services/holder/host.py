@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -104,10 +104,10 @@ class Host:
         access.authorize(self.policy, identity, route, scope_id=scope_id.hex())
         self.policy.require_scope(self._identity, scope_id.hex())
 
-    def scheme(self, offered: Iterable[str]) -> str:
+    def scheme(self, offered: Iterable[str], *, same_host: bool) -> str:
         """The first of the peer's schemes that this holder has. Raises KvspError (503)."""
         for scheme in offered:
-            if scheme in self.config.schemes:
+            if scheme in self.config.schemes and (same_host or scheme != "shm"):
                 return scheme
         raise KvspError(registry.UNAVAILABLE, "no transport in common")
 
@@ -131,7 +131,7 @@ class Host:
             raise
         if sha256 is None:
             # At rest, corruption is a miss: withdraw, drop, 404, so that the client falls through (U-27).
-            metrics.DIGEST_FAILURES.labels("at rest").inc()
+            metrics.DIGEST_FAILURES.labels("at_rest").inc()
             self.state.drop(pin.block)
             self.close_pin(pin)
             raise KvspError(registry.NOT_FOUND, "no such block")
@@ -158,7 +158,9 @@ class Host:
 
     # --- writing ---
 
-    async def reserve(self, stream: int, identity: Identity, name: Name, length: int) -> Reservation:
+    async def reserve(
+        self, stream: int, identity: Identity, name: Name, length: int, *, shared: bool
+    ) -> Reservation:
         """Room to write. Waits while another writes the same block, at most until that one's deadline."""
         while True:
             try:
@@ -174,7 +176,7 @@ class Host:
                 break
             await self._outcomes.setdefault(name, asyncio.Event()).wait()
         extent = self.arena.view[reservation.offset : reservation.offset + length]
-        self._ingests[reservation] = Ingest(extent, self._executor)
+        self._ingests[reservation] = Ingest(extent, self._executor, shared=shared)
         return reservation
 
     def write(self, reservation: Reservation, octets: bytes) -> None:
@@ -182,15 +184,17 @@ class Host:
         self.state.reservation(reservation.id, reservation.owner)
         ingest = self._ingests[reservation]
         end = ingest.arrived + len(octets)
-        if end > reservation.length:
+        if end > reservation.length or ingest.shared:
             raise bad_request("more octets than announced")
         start = reservation.offset
         self.arena.view[start + ingest.arrived : start + end] = octets
         ingest.advance(end)
 
     def wrote(self, reservation: Reservation, octets: int) -> None:
-        """The writer has put octets [0, octets) in place itself."""
-        self._ingests[reservation].advance(octets)
+        """A writer that shares memory has put octets [0, octets) in place itself."""
+        ingest = self._ingests[reservation]
+        if ingest.shared:
+            ingest.advance(octets)
 
     async def commit(self, reservation: Reservation, declared: list[tuple[str, bytes]]) -> Block:
         """Check the container and make it visible. On any failure nothing is stored and the room is free."""
@@ -198,6 +202,8 @@ class Host:
         try:
             if self.config.require_put_digest and not declared:
                 raise bad_request("this holder takes no block without Repr-Digest")
+            if ingest.shared:
+                ingest.advance(reservation.length)
             digested = await ingest.finish()
             self.state.check(reservation, digested)
             await ingest.check(declared, digested.sha256)
@@ -240,15 +246,26 @@ class Host:
         self, identity: Identity, block_keys: list[bytes], ttl_ms: int, scope_id: bytes, compat_id: bytes
     ) -> Lease:
         """Lease blocks under a fresh id."""
-        try:
+        with _counted():
             return self.state.lease(
                 identity, str(uuid.uuid4()), block_keys, ttl_ms, now_ms(), scope_id=scope_id, compat_id=compat_id
             )
-        except KvspError as error:
-            metrics.LEASE_REJECTIONS.labels(str(error.status)).inc()
-            raise
+
+    def renew(self, identity: Identity, lease_id: str, ttl_ms: int) -> Lease:
+        """Count the TTL of a lease anew."""
+        with _counted():
+            return self.state.leases.renew(lease_id, identity, ttl_ms, now_ms())
 
     def purge(self, name: Name) -> None:
         """Withdraw a block and drop it, leased or not."""
         self.state.purge(name)
         self.carry_out()
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    try:
+        yield
+    except KvspError as error:
+        metrics.LEASE_REJECTIONS.labels(str(error.status)).inc()
+        raise

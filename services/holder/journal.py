@@ -17,13 +17,12 @@ class Journal:
     """Block keys in SQLite under `folder`; None: nothing is kept."""
 
     def __init__(self, folder: Path | None) -> None:
-        path = ":memory:"
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = str(folder / "published.sqlite")
+        path = ":memory:" if folder is None else str(folder / "published.sqlite")
         try:
+            if folder is not None:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = _open(path)
-        except sqlite3.OperationalError as error:
+        except (OSError, sqlite3.OperationalError) as error:
             raise ConfigError(f"state_dir {folder}: {error}") from None
         except sqlite3.DatabaseError:
             # It only saves 404s until records expire: not worth refusing to start.

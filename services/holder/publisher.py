@@ -96,6 +96,7 @@ class Publisher:
         self._seq = count(1)
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
+        self._answering = False
         # "DELETE those it remembers" (U-51): this process has none of them.
         for key in journal.remembered():
             self._want(key, None)
@@ -109,8 +110,8 @@ class Publisher:
         self._want(block.name.block_key, None)
 
     async def flushed(self) -> None:
-        """Wait until the index has answered everything."""
-        while self._wanted or self._in_flight:
+        """Wait until the index has answered everything, as long as it answers at all."""
+        while self._answering and (self._wanted or self._in_flight):
             self._progress.clear()
             await self._progress.wait()
 
@@ -122,6 +123,7 @@ class Publisher:
             try:
                 async for reply in self._open_stream():
                     pause = least
+                    self._answering = True
                     self._answered(reply)
             except grpc.aio.AioRpcError as error:
                 log.warning("index stream broke", status=from_rpc_error(error).status)
@@ -131,6 +133,8 @@ class Publisher:
                 if task is None or task.cancelling():
                     raise
                 log.error("index stream cancelled itself")
+            self._answering = False
+            self._progress.set()
             await asyncio.sleep(pause)
             pause = min(2 * pause, most)
 

@@ -102,7 +102,7 @@ class HolderService(holder_pb2_grpc.HolderServicer):
         identity = self._caller(context)
         access.authorize(self._host.policy, identity, RENEW_LEASE)
         _check_ttl(request.ttl_ms)
-        lease = self._host.state.leases.renew(request.lease, identity, request.ttl_ms, now_ms())
+        lease = self._host.renew(identity, request.lease, request.ttl_ms)
         return holder_pb2.LeaseReply(lease=lease.id, ttl_ms=request.ttl_ms)
 
     async def ReleaseLease(  # noqa: N802
@@ -138,7 +138,11 @@ def register(target: grpc.aio.Server, host: Host) -> None:
 @asynccontextmanager
 async def hosted(config: HolderConfig, policy: Policy) -> AsyncIterator[Host]:
     """A host with its timers and its stream to the index. Raises ConfigError."""
-    async with open_channel(config.index.address, config.index.tls) as index:
+    try:
+        channel = open_channel(config.index.address, config.index.tls)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"index: {error}") from None
+    async with channel as index:
         host = Host(config, policy, index)
         tasks = [asyncio.create_task(host.run_timers()), asyncio.create_task(host.publisher.run())]
         for task in tasks:

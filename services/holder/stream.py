@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ from services.holder.blocks import Name
 from services.holder.host import Host
 
 IN_PROGRESS_MAX: Final = 1024
-"""Requests of one stream that may await their answer; the stream is not read beyond them."""
+"""Requests of one stream that may await their answer; more are refused, but for commits, which others
+may be waiting for and of which there are no more than reservations."""
 
 log = structlog.get_logger()
 
@@ -44,19 +45,23 @@ class TransferStream:
         self._identity = identity
         self._number = number
         self._context = context
+        self._same_host = context.peer().startswith("unix:")
         self._writing = asyncio.Lock()  # gRPC takes one message of a stream at a time
-        self._slots = asyncio.Semaphore(IN_PROGRESS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: AsyncIterator[holder_pb2.TransferRequest]) -> None:
         """Until the peer ends the stream or is gone."""
         try:
             async for request in requests:
-                if not self._note(request):
-                    await self._slots.acquire()
-                    task = asyncio.create_task(self._answer(request))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._done)
+                if self._note(request):
+                    continue
+                if len(self._tasks) >= IN_PROGRESS_MAX and not request.HasField("commit"):
+                    busy = KvspError(registry.UNAVAILABLE, "too many requests at once", retry_after_s=1)
+                    await self._send(holder_pb2.TransferReply(id=request.id, problem=to_message(busy)))
+                    continue
+                task = asyncio.create_task(self._answer(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._done)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -64,7 +69,8 @@ class TransferStream:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._slots.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("reply not sent", kind=type(error).__name__)  # the peer is gone; `serve` cleans up
 
     def _note(self, request: holder_pb2.TransferRequest) -> bool:
         """Carry out a request that has no reply, in the order of arrival; False for all others."""
@@ -102,13 +108,16 @@ class TransferStream:
         except Exception as error:  # the boundary: nothing internal may leave
             log.exception("unexpected", kind=type(error).__name__)
             reply.problem.CopyFrom(to_message(KvspError(registry.INTERNAL)))
+        await self._send(reply)
+
+    async def _send(self, reply: holder_pb2.TransferReply) -> None:
         async with self._writing:
             await self._context.write(reply)
 
     async def _open(self, message: holder_pb2.OpenBlock) -> holder_pb2.OpenedBlock:
         name = name_of(message.name)
         self._host.authorize(self._identity, access.GET_BLOCK, name.scope_id)
-        scheme = self._host.scheme(message.schemes) if message.pin else ""
+        scheme = self._scheme(message.schemes) if message.pin else ""
         layers = (message.layers.first, message.layers.last) if message.HasField("layers") else None
         codec = message.codec if message.HasField("codec") else None
         pin, header, sha256 = await self._host.open(self._number, self._identity, name, layers, codec)
@@ -133,8 +142,10 @@ class TransferStream:
         if not message.length:
             self._host.state.check_reserve(name, 0)
             return holder_pb2.ReservedBlock()
-        scheme = self._host.scheme(message.schemes)
-        reservation = await self._host.reserve(self._number, self._identity, name, message.length)
+        scheme = self._scheme(message.schemes)
+        reservation = await self._host.reserve(
+            self._number, self._identity, name, message.length, shared=scheme == "shm"
+        )
         _count("in", scheme, message.length)
         return holder_pb2.ReservedBlock(
             transfer=reservation.id,
@@ -147,6 +158,9 @@ class TransferStream:
         declared = [(field.algorithm, field.value) for field in message.digests]
         block = await self._host.commit(reservation, declared)
         return holder_pb2.CommittedBlock(sha256=block.digested.sha256)
+
+    def _scheme(self, offered: Iterable[str]) -> str:
+        return self._host.scheme(offered, same_host=self._same_host)
 
     def _location(self, scheme: str, offset: int, length: int) -> holder_pb2.Location:
         location = holder_pb2.Location(scheme=scheme)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import grpc
 import prometheus_client
 import structlog
 
+from kvsp.bulk import handoff
 from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.names import check_base_uri, party_id
@@ -47,6 +48,7 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
     def __init__(
         self, config: IndexConfig, policy: Policy, state: IndexState, now_ms: Callable[[], int] = monotonic_ms
     ) -> None:
+        self.outbox = handoff.Outbox(config.listen)
         self._config = config
         self._policy = policy
         self._state = state
@@ -64,10 +66,13 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         if with_targets:
             pieces.append(await self._targets(found, request.targets))
         pieces.append(b"}")
-        octets = sum(map(len, pieces))
-        yield index_pb2.LookupChunk(head=index_pb2.LookupHead(matched=found.matched, json_octets=octets))
-        for chunk in _chunks(pieces):
-            yield index_pb2.LookupChunk(json=chunk)
+        head = index_pb2.LookupHead(matched=found.matched, json_octets=sum(map(len, pieces)))
+        if request.same_host and head.json_octets >= handoff.OCTETS_MIN:
+            head.handoff = self._hand_over(pieces)
+        yield index_pb2.LookupChunk(head=head)
+        if not head.handoff:
+            for chunk in _chunks(pieces):
+                yield index_pb2.LookupChunk(json=chunk)
 
     async def PutReplica(  # noqa: N802
         self, request: index_pb2.PutReplicaRequest, context: Context
@@ -118,6 +123,14 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
             raise bad_request(str(error)) from None
         access.authorize(self._policy, identity, access.LOOKUP, scope_id=request.scope_id.hex())
         return keys
+
+    def _hand_over(self, pieces: Sequence[bytes]) -> str:
+        """The path of the text in shared memory; empty when there is no room: then it goes in chunks."""
+        try:
+            return self.outbox.put(pieces)
+        except OSError as error:
+            log.warning("no handoff", reason=error.strerror)
+            return ""
 
     async def _targets(self, found: Found, targets: Iterable[str]) -> bytes:
         estimates = []
@@ -192,11 +205,12 @@ def register(target: grpc.aio.Server, servicer: IndexServicer, policy: Policy) -
     common_pb2_grpc.add_AuthorityServicer_to_server(Authority(policy), target)
 
 
-async def _expire(state: IndexState) -> None:
+async def _expire(state: IndexState, outbox: handoff.Outbox) -> None:
     """Free the memory of what has expired, also when nobody asks."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
         state.table.expire(monotonic_ms())
+        outbox.sweep()
 
 
 async def _main(config: IndexConfig) -> None:
@@ -209,8 +223,9 @@ async def _main(config: IndexConfig) -> None:
     )
     prometheus_client.REGISTRY.register(TallyCollector(state.table.tallies))
     grpc_server = server.make_server(config, SERVICES)
-    register(grpc_server, IndexServicer(config, policy, state), policy)
-    expiry = asyncio.create_task(_expire(state))
+    servicer = IndexServicer(config, policy, state)
+    register(grpc_server, servicer, policy)
+    expiry = asyncio.create_task(_expire(state, servicer.outbox))
     try:
         await server.serve(grpc_server)
     finally:

@@ -28,7 +28,7 @@ def source(request: pytest.FixtureRequest) -> BlockSource:
 
 @pytest.fixture
 async def holder(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with rig(tmp_path, with_index=False, arena_octets=16 << 20) as made:
+    async with rig(tmp_path, with_index=False, arena_octets=(4 << 20) + 6 * PIECE_OCTETS) as made:
         yield made
 
 

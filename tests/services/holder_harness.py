@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
-from kvsp.bulk.holder import HolderClient
-from kvsp.protocol import container
+from kvsp.bulk.holder import HolderClient, OpenedTransfer
+from kvsp.protocol import container, registry
+from kvsp.protocol.errors import KvspError
 from kvsp.protocol.names import party_id
 from kvsp.protocol.policy import Policy
 from kvsp.rpc.channel import open_channel
 from kvsp.rpc.config import Peer
 from kvsp.v1 import common_pb2, holder_pb2_grpc
 from services.holder import server as holder_server
+from services.holder.blocks import Block
 from services.holder.config import HolderConfig
 from services.holder.host import Host
+from services.holder.stream import name_of
 from services.index import server as index_server
 from services.index.config import IndexConfig
 from services.index.state import IndexState
@@ -76,7 +80,7 @@ def block(i: int, layers: int = 4, section: int = 1000) -> bytes:
 
 @dataclass
 class Rig:
-    """What a test works with. `index` is replaced by `restart_index`."""
+    """What a test works with; `index` is the state of the index that the holder tells."""
 
     folder: Path
     config: HolderConfig
@@ -101,10 +105,30 @@ class Rig:
         finally:
             opened.close()
 
+    def stored(self, i: int) -> Block | None:
+        return self.host.state.store.get(name_of(name(i)))
+
+    def pins(self, i: int) -> int:
+        found = self.stored(i)
+        assert found is not None
+        return found.pins
+
     def listed(self, i: int) -> bool:
         """Does the index list the block?"""
         found = self.index.table.find(party_id(BASE_URI), name(i).block_key, index_server.monotonic_ms())
         return found is not None
+
+
+async def refused(problem: registry.ProblemType, call: Any) -> KvspError:
+    with pytest.raises(KvspError) as caught:
+        await call
+    assert caught.value.problem is problem
+    return caught.value
+
+
+async def describe(holder: Rig, i: int, principal: str = CLIENT, **options: Any) -> OpenedTransfer:
+    where = {each: options.pop(each) for each in ("scope", "compat") if each in options}
+    return await holder.client.open(principal, name(i, **where), pin=False, **options)
 
 
 async def until(condition: Callable[[], bool]) -> None:

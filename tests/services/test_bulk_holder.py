@@ -207,8 +207,17 @@ def test_shared_memory_refuses_what_is_no_arena(tmp_path: Path) -> None:
             source.reader(each)
         with pytest.raises(SourceUnavailableError):
             source.writer(each)
-    with pytest.raises(SourceUnavailableError):
-        source.writer(transfer(path, 100, 10))
+
+
+async def test_shared_memory_is_not_written_outside_the_extent(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    path.write_bytes(bytes(8192))
+    writer = ShmSource().writer(Transfer(1, 10, extent=Extent(str(path), 100, 10)))
+    await writer.write(b"x" * 9)
+    with pytest.raises(ValueError):
+        await writer.write(b"yy")
+    writer.close()
+    assert path.read_bytes() == bytes(100) + b"x" * 9 + bytes(8192 - 109)
 
 
 async def test_the_arena_of_a_holder_that_is_gone_is_let_go(tmp_path: Path) -> None:
