@@ -102,7 +102,7 @@ class ControlStream:
                 else:
                     future.set_result(reply)
         except grpc.aio.AioRpcError as failed:
-            error = from_rpc_error(failed)
+            error = _reason(failed)
         except asyncio.CancelledError:
             if self._call.cancelled():  # the channel was closed under the stream
                 return
@@ -134,6 +134,13 @@ class ControlStream:
             self.close()
         else:
             self._timer = self._loop.call_later(max(left, self._idle_s / 4), self._check_idle)
+
+
+def _reason(failed: grpc.aio.AioRpcError) -> KvspError:
+    """Why the stream ended."""
+    error = from_rpc_error(failed)
+    # A call that ends while we write to it is INTERNAL to grpc.aio, whatever ended it: a break like any other.
+    return _broken() if error.problem is registry.INTERNAL else error
 
 
 def _broken() -> KvspError:

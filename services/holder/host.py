@@ -29,6 +29,7 @@ from services.holder.state import Free, HolderState, Publish, Settled, Withdraw
 from services.holder.transfers import Pin, Reservation
 
 TICK_S: Final = 0.25
+WITHDRAW_S: Final = 2.0
 
 
 class Host:
@@ -256,8 +257,15 @@ class Host:
         with _counted():
             return self.state.leases.renew(lease_id, identity, ttl_ms, now_ms())
 
-    def purge(self, name: Name) -> None:
-        """Withdraw a block and drop it, leased or not."""
+    async def purge(self, name: Name) -> None:
+        """Withdraw a block and then drop it, leased or not. A silent index is not waited for long."""
+        block = self.state.store.get(name)
+        if block is not None:
+            # "A holder that must evict leased data ... MUST first withdraw the affected replica records." (R-143)
+            self.publisher.withdraw(block)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WITHDRAW_S):
+                    await self.publisher.settled(name.block_key)
         self.state.purge(name)
         self.carry_out()
 

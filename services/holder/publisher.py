@@ -111,7 +111,19 @@ class Publisher:
 
     async def flushed(self) -> None:
         """Wait until the index has answered everything, as long as it answers at all."""
-        while self._answering and (self._wanted or self._in_flight):
+        await self._progressed(lambda: not self._wanted and not self._in_flight)
+
+    async def settled(self, block_key: bytes) -> None:
+        """Wait until the index has answered the newest intention for a key, as long as it answers at all."""
+
+        def is_settled() -> bool:
+            in_flight = any(item.block_key == block_key for item in self._in_flight.values())
+            return block_key not in self._wanted and not in_flight
+
+        await self._progressed(is_settled)
+
+    async def _progressed(self, enough: Callable[[], bool]) -> None:
+        while self._answering and not enough():
             self._progress.clear()
             await self._progress.wait()
 

@@ -21,6 +21,7 @@ from kvsp.rpc.authority import Authority
 from kvsp.rpc.channel import open_channel
 from kvsp.rpc.config import ConfigError, load, load_policy
 from kvsp.rpc.convert import split_keys
+from kvsp.rpc.errors import to_message
 from kvsp.rpc.identity import caller
 from kvsp.v1 import common_pb2_grpc, holder_pb2, holder_pb2_grpc
 from services.holder.config import HolderConfig
@@ -54,8 +55,12 @@ class HolderService(holder_pb2_grpc.HolderServicer):
         self, request_iterator: AsyncIterator[holder_pb2.TransferRequest], context: Context
     ) -> None:
         """The kept control stream of one principal."""
-        stream = TransferStream(self._host, self._caller(context), next(self._streams), context)
-        await stream.serve(request_iterator)
+        try:
+            identity = self._caller(context)
+        except KvspError as error:
+            await _refuse(request_iterator, context, error)
+        else:
+            await TransferStream(self._host, identity, next(self._streams), context).serve(request_iterator)
 
     async def ReadBlock(  # noqa: N802
         self, request: holder_pb2.ReadBlockRequest, context: Context
@@ -120,8 +125,17 @@ class HolderService(holder_pb2_grpc.HolderServicer):
         """Withdraw a block and drop it, leased or not."""
         if self._caller(context).uri != self._host.config.principal:
             raise KvspError(registry.FORBIDDEN, "only the holder's own identity may purge")
-        self._host.purge(name_of(request.name))
+        await self._host.purge(name_of(request.name))
         return holder_pb2.PurgeBlockReply()
+
+
+async def _refuse(requests: AsyncIterator[holder_pb2.TransferRequest], context: Context, error: KvspError) -> None:
+    """Answer every request with the error.
+
+    Ending the call instead would race with the peer's first write, which then fails without the reason.
+    """
+    async for request in requests:
+        await context.write(holder_pb2.TransferReply(id=request.id, problem=to_message(error)))
 
 
 def _check_ttl(ttl_ms: int) -> None:

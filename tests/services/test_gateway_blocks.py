@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import itertools
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -441,3 +442,86 @@ def fields_of_put() -> list[tuple[str, str]]:
 @pytest.mark.spec("U-30")
 def test_entity_tag_is_strong_and_base64url() -> None:
     assert fields.entity_tag(b"\xfb" * 32) == '"' + "-_v7" * 10 + "-_s" + '"'
+
+
+# --- PUT bodies that go straight from the parser into shared memory ---
+
+
+def random_block(octets: int, seed: int = 1) -> bytes:
+    """A container in which no octets are where others could be."""
+    section = random.Random(seed).randbytes(octets // 2)
+    return container.build(0, 16, [(section, section[::-1])])
+
+
+@pytest.mark.spec("R-030", "R-159")
+@pytest.mark.parametrize("cut", [700, 65_537, 1_000_003])
+@pytest.mark.parametrize("expect", [(), ("expect: 100-continue",)])
+def test_a_body_arrives_in_order_however_it_is_cut(
+    world: World, key: str, scheme: str, cut: int, expect: tuple[str, ...]
+) -> None:
+    """Without `expect`, its beginning is there before the holder has given room."""
+    block = random_block(150 * cut if cut < 1000 else 3_000_000)
+
+    async def scenario() -> int:
+        reader, writer = await world.connect()
+        writer.write(head_of_put(world, key, f"content-length: {len(block)}", *expect))
+        if expect:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        for at in range(0, len(block), cut):
+            writer.write(block[at : at + cut])
+            await writer.drain()
+            await asyncio.sleep(0)  # the gateway runs on this loop
+        status = (await read_response(reader)).status
+        writer.close()
+        return status
+
+    assert world.run(scenario()) == 201
+    assert world.request("GET", world.block_path(key)).body == block
+
+
+@pytest.mark.spec("R-159")
+def test_pipelined_bodies_go_each_to_its_own_block(world: World, scheme: str) -> None:
+    keys = [f"{next(_numbers):064x}" for _ in range(3)]
+    blocks = [random_block(octets, octets) for octets in (300_000, 5_000, 90_000)]
+
+    async def scenario() -> list[int]:
+        reader, writer = await world.connect()
+        for key, block in zip(keys, blocks, strict=True):
+            writer.write(head_of_put(world, key, f"content-length: {len(block)}") + block)
+        statuses = [(await read_response(reader)).status for _ in keys]
+        writer.close()
+        return statuses
+
+    assert world.run(scenario()) == [201] * 3
+    assert [world.request("GET", world.block_path(key)).body for key in keys] == blocks
+
+
+@pytest.mark.spec("D4", "R-159")
+def test_a_transfer_that_lapses_mid_body_is_503_and_writes_no_more(world: World, key: str) -> None:
+    """Past the deadline the room may be another's; the answer is ours, not the parser's."""
+    block = random_block(100_000)
+    world.holder.deadline_ms = 200
+
+    async def scenario() -> tuple[int, bytes]:
+        loop, aborted = asyncio.get_running_loop(), len(world.holder.aborted)
+        reader, writer = await world.connect()
+        writer.write(head_of_put(world, key, f"content-length: {len(block)}", "expect: 100-continue"))
+        await reader.readuntil(b"\r\n\r\n")
+        lapsed = loop.time() + 0.2
+        [(_, _, offset, length)] = world.holder._write.values()
+        await wait_for(lambda: loop.time() > lapsed)
+        writer.write(block)
+        response = await read_response(reader)
+        await wait_for(lambda: len(world.holder.aborted) > aborted)
+        writer.close()
+        with world.holder.arena.open("rb") as file:
+            file.seek(offset)
+            return response.status, file.read(length)
+
+    try:
+        status, written = world.run(scenario())
+    finally:
+        world.holder.deadline_ms = 60_000
+    assert status == 503
+    assert not any(written)
+    assert world.put(key, block).status == 201

@@ -219,6 +219,15 @@ def test_problems_are_silent(told: Secrets) -> None:
             assert internal not in reply.body
 
 
+@pytest.mark.spec("R-210", "D1", "U-39")
+def test_a_stranger_is_refused_every_time(told: Secrets) -> None:
+    """Each request opens a stream to the holder anew; none may end otherwise than by the refusal."""
+    sample = told.samples[0]
+    for _ in range(30):
+        assert_problem(get(told.stack, sample, "outsider"), 403)
+        assert_problem(put(told.stack, sample, "outsider"), 403)
+
+
 @pytest.mark.spec("R-094", "D8", "R-150")
 def test_foreign_and_nonexistent_scopes_look_the_same(told: Secrets) -> None:
     stack, sample = told.stack, chain(told.stack, 1, scope="other")[0]
