@@ -19,7 +19,7 @@ up: $(BIN)/.installed  ## keep the stack running in the foreground
 	$(BIN)/kvspd up
 
 test: $(BIN)/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 check: $(BIN)/.installed  ## style, types, floors, stale generated files
 	$(BIN)/ruff check .

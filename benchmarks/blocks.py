@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import redis as redis_client
@@ -15,6 +16,8 @@ import redis as redis_client
 from benchmarks import peers
 from benchmarks.measure import Row, interleaved
 from benchmarks.stack import COMPAT, Bench, bench_stack, make_container, make_key
+from kvsp.client import Client
+from kvsp.protocol.records import ReplicaRecord
 
 MIB = 1 << 20
 SIZES = {2 * MIB: 60, 32 * MIB: 15}  # octets -> rounds
@@ -58,7 +61,7 @@ def _size(bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size
     buffer = bytearray(size)
     with bench.client(frozenset({nginx}), verify=False) as plain, bench.client() as verifying:
         verifying.put(bench.holder, COMPAT, bench.scope_id, key, octets)
-        records = verifying.lookup(bench.scope_id, COMPAT, [key]).replicas[0]
+        records = _published(verifying, bench.scope_id, key)
 
         def get_from(holder: str) -> Callable[[], object]:
             return lambda: plain.get_from(holder, COMPAT, bench.scope_id, key, into=buffer)
@@ -89,3 +92,10 @@ def _size(bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size
         Row.rate(f"GET {label}", "kvsp, verified", gets["kvsp verified"], "Redis TLS GET", gets["redis"], size),
         Row.rate(f"PUT {label}", "kvsp, digests checked", puts["kvsp"], "Redis TLS SET", puts["redis"], size),
     ]
+
+
+def _published(client: Client, scope_id: str, key: str) -> Sequence[ReplicaRecord]:
+    """The records of a block, once the holder has told the index."""
+    while not (found := client.lookup(scope_id, COMPAT, [key]).replicas):
+        time.sleep(0.01)
+    return found[0]

@@ -1,20 +1,22 @@
-"""The gateway's application: FastAPI around one dispatcher that is fed from the route table.
+"""The gateway's application: a FastAPI app with one route per base URI, each fed from the route table.
 
-FastAPI's own routing is not used: it would match decoded paths, know no HEAD, build `Allow` from one
-route, and put objects between a block and its socket (D3, D9).
+Within a base URI our own matching decides, not FastAPI's, which would match decoded paths, know no HEAD, build
+`Allow` from one route, and put objects between a block and its socket (D3, D9).
 """
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
+import prometheus_client
 import structlog
 from fastapi import FastAPI
-from prometheus_client import Counter
+from starlette.routing import BaseRoute, Match
 
-from gateway import blocks, identity, problems, records
+from gateway import blocks, identity, records
 from gateway.backend import Backend, Call
 from gateway.exchange import Disconnected, Exchange
 from gateway.problems import FieldError
@@ -25,7 +27,7 @@ from kvsp.protocol.routes import ROUTES
 log = structlog.get_logger()
 
 # Labels hold templates and statuses only: nothing confidential (R-215).
-REQUESTS: Final = Counter(
+REQUESTS: Final = prometheus_client.Counter(
     "kvsp_gateway_requests_total", "Requests by role, route and outcome", ["role", "method", "route", "status"]
 )
 
@@ -48,58 +50,91 @@ SERVED: Final = frozenset(role for route in ROUTES for role in route.roles) - fr
 """Roles of which every route has a handler."""
 
 
+REQUESTS_PER_IDENTITY_MAX: Final = 256
+"""Requests of one identity under way: more could take all connections that Envoy keeps to us (D13)."""
+
+
 def make_app(backends: Sequence[Backend]) -> FastAPI:
     """The ASGI application in front of `backends`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    problems.install(app)
-    app.router.default = Dispatcher(backends)
+    under_way: Counter[str] = Counter()
+    by_length = sorted(backends, key=lambda backend: len(backend.path), reverse=True)
+    app.router.routes.extend(BaseUri(backend, under_way) for backend in by_length)
+    app.router.default = _nothing_here
     return app
 
 
-class Dispatcher:
-    """Base URI, then route, then handler; every failure becomes a problem."""
+async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
+    """What lies under no base URI."""
+    await answer(Exchange(scope, receive, send), None, Counter())
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self._backends = sorted(backends, key=lambda backend: len(backend.path), reverse=True)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+class BaseUri(BaseRoute):
+    """All resources of one role below its base URI."""
+
+    def __init__(self, backend: Backend, under_way: Counter[str]) -> None:
+        self.path = backend.path
+        self._backend = backend
+        self._under_way = under_way
+
+    def matches(self, scope: Any) -> tuple[Match, Any]:
+        """By the raw path: no other spelling of it names anything (D3)."""
+        return (Match.FULL if scope["raw_path"].startswith(self.path.encode()) else Match.NONE), {}
+
+    async def handle(self, scope: Any, receive: Any, send: Any) -> None:
         """One request."""
-        exchange = Exchange(scope, receive, send)
-        labels = ["", "", ""]
-        try:
-            call = self._call(exchange, labels)
-            await HANDLERS[call.route.method, call.route.path](call)
-        except KvspError as error:
-            await exchange.fail(error)
-        except Disconnected:
-            exchange.status = 0
-        except Exception as error:  # the boundary: nothing internal may leave
-            _report(error, labels)
-            await exchange.fail(KvspError(registry.INTERNAL))
-        finally:
-            REQUESTS.labels(*labels, str(exchange.status)).inc()
+        await answer(Exchange(scope, receive, send), self._backend, self._under_way)
 
-    def _call(self, exchange: Exchange, labels: list[str]) -> Call:
-        """The first steps of the order of checks: identity 403, route 404, method 405, segments 404."""
-        if exchange.incoming.headers_too_large:
-            raise KvspError(registry.HEADERS_TOO_LARGE)
-        if len(exchange.path) + len(exchange.query) > limits.URI_OCTETS_MAX:
-            raise KvspError(registry.URI_TOO_LONG)
-        principal = identity.principal(exchange.headers)
-        backend = next((b for b in self._backends if exchange.path.startswith(b.path)), None)
-        if backend is None:
-            raise KvspError(registry.NO_ROUTE)
-        labels[0] = backend.role
-        matched = routes.match(backend.role, exchange.path[len(backend.path) :])
-        if matched is None:
-            raise KvspError(registry.NO_ROUTE)
-        route = matched.methods.get("GET" if exchange.method == "HEAD" else exchange.method)
-        if route is None:
-            raise FieldError(registry.METHOD_NOT_ALLOWED, "", (b"allow", matched.allow.encode()))
-        labels[1:] = exchange.method, route.path
-        if routes.is_malformed(matched):
-            raise KvspError(registry.NOT_FOUND)  # U-05: it names no resource
-        return Call(exchange, backend, route, matched.segments, principal)
+
+async def answer(exchange: Exchange, backend: Backend | None, under_way: Counter[str]) -> None:
+    """Route, then handler; every failure becomes a problem. `under_way` counts requests by identity."""
+    labels = ["", "", ""]
+    principal = ""
+    try:
+        principal = _identify(exchange)
+        under_way[principal] += 1
+        if under_way[principal] > REQUESTS_PER_IDENTITY_MAX:
+            raise KvspError(registry.TOO_MANY_REQUESTS, "too many requests at once", retry_after_s=1)
+        call = _call(exchange, backend, principal, labels)
+        await HANDLERS[call.route.method, call.route.path](call)
+    except KvspError as error:
+        await exchange.fail(error)
+    except Disconnected:
+        exchange.status = 0
+    except Exception as error:  # the boundary: nothing internal may leave
+        _report(error, labels)
+        await exchange.fail(KvspError(registry.INTERNAL))
+    finally:
+        if principal:
+            under_way[principal] -= 1
+            if not under_way[principal]:
+                del under_way[principal]
+        REQUESTS.labels(*labels, str(exchange.status)).inc()
+
+
+def _identify(exchange: Exchange) -> str:
+    if exchange.incoming.headers_too_large:
+        raise KvspError(registry.HEADERS_TOO_LARGE)
+    if len(exchange.path) + len(exchange.query) > limits.URI_OCTETS_MAX:
+        raise KvspError(registry.URI_TOO_LONG)
+    return identity.principal(exchange.headers)
+
+
+def _call(exchange: Exchange, backend: Backend | None, principal: str, labels: list[str]) -> Call:
+    """The next steps of the order of checks: route 404, method 405, segments 404."""
+    if backend is None:
+        raise KvspError(registry.NO_ROUTE)
+    labels[0] = backend.role
+    matched = routes.match(backend.role, exchange.path[len(backend.path) :])
+    if matched is None:
+        raise KvspError(registry.NO_ROUTE)
+    route = matched.methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+    if route is None:
+        raise FieldError(registry.METHOD_NOT_ALLOWED, "", (b"allow", matched.allow.encode()))
+    labels[1:] = exchange.method, route.path
+    if routes.is_malformed(matched):
+        raise KvspError(registry.NOT_FOUND)  # U-05: it names no resource
+    return Call(exchange, backend, route, matched.segments, principal)
 
 
 def _report(error: Exception, labels: list[str]) -> None:

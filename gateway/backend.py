@@ -10,6 +10,7 @@ from typing import Any
 from gateway.config import RoleConfig
 from gateway.exchange import Exchange
 from kvsp.bulk.holder import HolderClient
+from kvsp.bulk.links import local_socket
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.routes import Route
 from kvsp.rpc.channel import DEFAULT_TIMEOUT_S, open_channel
@@ -29,7 +30,9 @@ class Backend:
         self.authority = common_pb2_grpc.AuthorityStub(self._channel)
         self.index = index_pb2_grpc.IndexStub(self._channel)
         self.holder = holder_pb2_grpc.HolderStub(self._channel)
-        self.blocks = HolderClient(self._channel, same_host=self.same_host)
+        self.blocks = HolderClient(
+            self._channel, same_host=self.same_host, local=local_socket(config.backend.address)
+        )
 
     async def close(self) -> None:
         """End everything that is open."""

@@ -13,8 +13,8 @@ from gateway.exchange import Disconnected, Exchange
 from gateway.fields import entity_tag, none_match, parse_selection, require_create_only
 from gateway.problems import Fields
 from kvsp.bulk.holder import OpenedTransfer, ReservedTransfer
-from kvsp.protocol import container, digests, limits
-from kvsp.protocol.errors import bad_request
+from kvsp.protocol import container, digests, limits, registry
+from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.registry import MEDIA_BLOCK
 from kvsp.rpc import convert
 from kvsp.v1 import common_pb2
@@ -64,7 +64,7 @@ async def _send(exchange: Exchange, opened: OpenedTransfer, fields: Fields) -> N
     """The body. On return or raise nothing of the pinned memory is queued in the transport any more."""
     connection = exchange.connection
     # The pin lapses at its deadline whatever we do; a client that stalls beyond it gets a reset.
-    timer = asyncio.get_running_loop().call_at(opened._deadline - PIN_MARGIN_S, connection.abort)
+    timer = asyncio.get_running_loop().call_at(opened.deadline - PIN_MARGIN_S, connection.abort)
     try:
         await exchange.start(200, fields)
         await exchange.write(opened.header)
@@ -99,8 +99,13 @@ async def put_block(call: Call) -> None:
         if reserved is None:
             raise bad_request("container is empty")
     try:
-        await _receive(exchange, reserved, head)
+        # A client too slow for the room that it holds, or stalled, holds it no longer (D4).
+        async with asyncio.timeout_at(reserved.deadline):
+            await _receive(exchange, reserved, head)
         await reserved.commit(declared)
+    except TimeoutError:
+        reserved.abort()
+        raise KvspError(registry.UNAVAILABLE, "the upload took too long", retry_after_s=1) from None
     except BaseException:
         reserved.abort()
         raise
@@ -116,14 +121,11 @@ def _declared_digests(exchange: Exchange) -> list[tuple[str, bytes]]:
 
 async def _read_header(pieces: AsyncIterator[bytes]) -> tuple[bytes, int]:
     """What has been read up to the end of the container header, and the octets of the whole container."""
-    head = bytearray()
-    needed = container.FIXED_OCTETS
+    reader = container.HeaderReader()
     async for piece in pieces:
-        head += piece
-        if needed == container.FIXED_OCTETS and len(head) >= needed:
-            needed = container.header_length(head)
-        if len(head) >= needed > container.FIXED_OCTETS:
-            return bytes(head), container.parse_header(head).total_octets
+        rest = reader.feed(piece)
+        if reader.header is not None:
+            return b"".join((reader.octets, rest)), reader.header.total_octets
     raise bad_request("container truncated in its header")
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvsp.protocol.names import check_base_uri
 from kvsp.rpc import config
-from kvsp.rpc.config import ConfigError, Peer
+from kvsp.rpc.config import ConfigError, Peer, ProcessConfig
 
 
 class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,17 +25,10 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return urlsplit(self.base_uri).path
 
 
-class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`listen` is `unix:/path`, opened by Envoy alone; `admin` a `host:port` for metrics, empty for none.
+class GatewayConfig(ProcessConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`listen` is `unix:/path`, opened by Envoy alone; services on other hosts know the gateway as `principal`."""
 
-    `principal` is the gateway's own URI in the policy, by which services on other hosts know it.
-    """
-
-    listen: str
-    principal: str
     roles: list[RoleConfig]
-    admin: str = ""
-    log_level: str = "info"
 
 
 def load(path: Path, served: frozenset[str]) -> GatewayConfig:

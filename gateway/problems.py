@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Final
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 
 from kvsp.protocol import registry
-from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.errors import KvspError
 from kvsp.protocol.registry import MEDIA_PROBLEM
 
 Fields = list[tuple[bytes, bytes]]
@@ -35,29 +31,3 @@ def render(error: KvspError) -> tuple[int, Fields, bytes]:
     if isinstance(error, FieldError):
         fields.append(error.field)
     return error.status, fields, body
-
-
-def install(app: FastAPI) -> None:
-    """What FastAPI and Starlette would answer themselves looks like everything else (U-02, D9)."""
-    app.add_exception_handler(HTTPException, _framework)
-    app.add_exception_handler(RequestValidationError, _framework)
-    app.add_exception_handler(Exception, _framework)
-
-
-async def _framework(_: Request, error: Exception) -> Response:
-    status, fields, body = render(_from_framework(error))
-    response = Response(body, status)
-    response.raw_headers = fields
-    return response
-
-
-def _from_framework(error: Exception) -> KvspError:
-    if isinstance(error, RequestValidationError):  # "all validation -> 400" (U-02)
-        return bad_request("request is malformed")
-    if not isinstance(error, HTTPException):
-        return KvspError(registry.INTERNAL)
-    problem = registry.PLAIN_PROBLEMS.get(error.status_code, registry.INTERNAL)
-    allow = (error.headers or {}).get("Allow")
-    if allow and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return FieldError(problem, "", (b"allow", allow.encode()))
-    return KvspError(problem)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
-import structlog
 from msgspec import UNSET, UnsetType
 
 from gateway.backend import Call
 from gateway.exchange import json_fields
 from kvsp.bulk import handoff
-from kvsp.bulk.chooser import FALLBACKS
+from kvsp.bulk.chooser import report_fallback
 from kvsp.protocol import jsonio, limits
 from kvsp.protocol.names import normal_uuid
 from kvsp.protocol.records import Granted, LeaseRenewal, LeaseReply, LeaseRequest, LookupRequest, ReplicaRecord
@@ -20,7 +19,11 @@ from kvsp.rpc import convert
 from kvsp.rpc.errors import translated
 from kvsp.v1 import holder_pb2, index_pb2
 
-log = structlog.get_logger()
+UNASKED_OCTETS_MAX: Final = 256 << 10
+"""A longer body is read only for callers that may send it at all; the check costs a call."""
+
+LOOKUP_TIMEOUT_S: Final = 60.0  # covers the way to the client too when the text comes in chunks
+
 Translate = Callable[[Call, Any], Awaitable[None]]
 
 
@@ -32,6 +35,9 @@ def handler(translate: Translate) -> Callable[[Call], Awaitable[None]]:
         if call.route.request is not None:
             async with call.checking():
                 call.exchange.check_content(MEDIA_JSON, limits.JSON_OCTETS_MAX)
+                length = call.exchange.content_length()
+                if length is None or length > UNASKED_OCTETS_MAX:
+                    await call.authorize()
                 record = jsonio.decode(await call.exchange.body(limits.JSON_OCTETS_MAX), call.route.request)
         async with translated():
             await translate(call, record)
@@ -66,7 +72,7 @@ async def lookup(call: Call, record: LookupRequest) -> None:
 async def _ask(
     call: Call, request: index_pb2.LookupRequest
 ) -> tuple[index_pb2.LookupHead, AsyncIterator[index_pb2.LookupChunk]]:
-    chunks = aiter(call.backend.index.Lookup(request, **call.rpc))
+    chunks = aiter(call.backend.index.Lookup(request, **call.rpc | {"timeout": LOOKUP_TIMEOUT_S}))
     return (await anext(chunks)).head, chunks
 
 
@@ -77,8 +83,7 @@ def _taken(head: index_pb2.LookupHead) -> memoryview | None:
     try:
         return handoff.take(head.handoff, head.json_octets)
     except OSError as error:
-        FALLBACKS.labels("handoff").inc()
-        log.warning("bulk fallback", scheme="handoff", reason=error.strerror)
+        report_fallback("handoff", error.strerror)
         return None
 
 

@@ -13,14 +13,14 @@ from typing import Final
 
 import structlog
 import uvicorn
-import uvloop
 
 from gateway.app import SERVED, make_app
 from gateway.backend import Backend
 from gateway.config import GatewayConfig, load
 from gateway.protocol import Protocol
+from kvsp.rpc import server as process
 from kvsp.rpc.config import ConfigError
-from kvsp.rpc.server import DRAIN_S, _clear_stale_socket, configure_logs, refuse, start_admin
+from kvsp.rpc.server import DRAIN_S, clear_stale_socket
 
 # Envoy pools connections and closes idle ones after an hour; closing first would race with its next request.
 KEEP_ALIVE_S: Final = 7200
@@ -31,15 +31,7 @@ log = structlog.get_logger()
 
 def run(config: Path) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code; an unusable config is one line on stderr."""
-    os.umask(0o077)  # whoever can open the socket can claim any identity (D2)
-    try:
-        loaded = load(config, SERVED)
-        configure_logs(loaded.log_level)
-        start_admin(loaded.admin)
-        uvloop.run(_main(loaded))
-    except ConfigError as error:
-        return refuse(error)
-    return 0
+    return process.run(config, lambda path: load(path, SERVED), _main)
 
 
 async def _main(config: GatewayConfig) -> None:
@@ -88,7 +80,7 @@ async def _stop(server: uvicorn.Server, stop: asyncio.Event) -> None:
 
 def _listen(path: Path) -> socket.socket:
     """A listening socket for this user alone. Raises ConfigError."""
-    _clear_stale_socket(path)
+    clear_stale_socket(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o177)
     try:

@@ -1,1 +1,7 @@
-"""Nothing is shared by all tests but the marks; each folder has its own fixtures."""
+"""Settings that hold for every test."""
+
+from hypothesis import settings
+
+# CI runs on busy machines: how long an example takes says nothing there.
+settings.register_profile("kvsp", deadline=None)
+settings.load_profile("kvsp")

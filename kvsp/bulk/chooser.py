@@ -32,7 +32,7 @@ class Chooser:
             try:
                 source = load_source(scheme)
             except SourceUnavailableError as error:
-                _report(scheme, error)
+                report_fallback(scheme, error)
                 continue
             if same_host or not source.capabilities.same_host_only:
                 self._sources[scheme] = source
@@ -53,13 +53,14 @@ class Chooser:
     def failed(self, scheme: str, error: SourceUnavailableError) -> None:
         """A transfer could not use this source: say so, and leave it out for RETRY_S."""
         self._failed_until[scheme] = self._clock() + RETRY_S
-        _report(scheme, error)
+        report_fallback(scheme, error)
 
     def _rank(self, scheme: str) -> tuple[bool, bool]:
         able = self._sources[scheme].capabilities
         return not able.zero_copy, not able.rdma
 
 
-def _report(scheme: str, error: SourceUnavailableError) -> None:
+def report_fallback(scheme: str, reason: object) -> None:
+    """Count and log that a faster way could not be taken."""
     FALLBACKS.labels(scheme).inc()
-    log.warning("bulk fallback", scheme=scheme, reason=str(error))
+    log.warning("bulk fallback", scheme=scheme, reason=str(reason))

@@ -1,32 +1,37 @@
-"""One kept `Holder.Transfer` stream: requests answered by id, breaks turned into 503."""
+"""One kept control stream to a holder: requests answered by id, breaks turned into 503."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
 import grpc
 
+from kvsp.bulk.links import GrpcLink, Link, LocalLink, broken
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
-from kvsp.rpc.errors import RETRY_AFTER_UNAVAILABLE_S, from_message, from_rpc_error
-from kvsp.rpc.identity import speak_for
-from kvsp.v1 import holder_pb2, holder_pb2_grpc
-
-CLOSE_S: Final = 1.0
+from kvsp.rpc.errors import from_message, to_message
+from kvsp.v1 import holder_pb2
 
 
 class ControlStream:
     """The stream of one principal. Opened at once; after a break it is dead and `alive` is False.
 
+    `local` is the holder's control socket when it is on this host.
     Writes are queued and sent in the order of the calls. `users` counts transfers that still need
     the stream; `on_end` is called once when it is over.
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, principal: str, idle_s: float, on_end: Callable[[ControlStream], None]
+        self,
+        channel: grpc.aio.Channel,
+        principal: str,
+        idle_s: float,
+        on_end: Callable[[ControlStream], None],
+        local: Path | None = None,
     ) -> None:
         self.principal = principal
         self.alive = True
@@ -34,13 +39,15 @@ class ControlStream:
         self._on_end = on_end
         self._ids = count(1)
         self._pending: dict[int, asyncio.Future[holder_pb2.TransferReply]] = {}
-        self._queue: asyncio.Queue[holder_pb2.TransferRequest | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._idle_s = idle_s
         self._last_used = self._loop.time()
         self._timer = self._loop.call_later(idle_s, self._check_idle)
-        self._call = holder_pb2_grpc.HolderStub(channel).Transfer(self._requests(), metadata=speak_for(principal))
-        self._reader = asyncio.create_task(self._read())
+        self._link: Link = (
+            GrpcLink(channel, principal, self._answered, self._end)
+            if local is None
+            else LocalLink(local, principal, self._answered, self._end)
+        )
 
     @property
     def idle(self) -> bool:
@@ -53,12 +60,12 @@ class ControlStream:
         When the caller is cancelled, a transfer that the holder grants all the same is given back.
         """
         if not self.alive:
-            raise _broken()
+            raise broken()
         request_id = next(self._ids)
         future: asyncio.Future[holder_pb2.TransferReply] = self._loop.create_future()
         self._pending[request_id] = future
         self._last_used = self._loop.time()
-        self._queue.put_nowait(holder_pb2.TransferRequest(id=request_id, **request))
+        self._link.send(holder_pb2.TransferRequest(id=request_id, **request))
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await future
@@ -75,41 +82,23 @@ class ControlStream:
     def tell(self, **request: Any) -> None:
         """Send one request that has no reply. A broken stream has dropped everything already."""
         if self.alive:
-            self._queue.put_nowait(holder_pb2.TransferRequest(id=next(self._ids), **request))
+            self._link.send(holder_pb2.TransferRequest(id=next(self._ids), **request))
 
     def close(self) -> None:
         """End the stream: the holder drops whatever is still open on it. Requests queued before still go."""
-        self._queue.put_nowait(None)
-        self._end(_broken())
+        self._link.close()
+        self._end(broken())
 
     async def closed(self) -> None:
-        """Wait until the call is over; a holder that does not end it is left."""
-        if (await asyncio.wait([self._reader], timeout=CLOSE_S))[1]:
-            self._call.cancel()
-            await asyncio.wait([self._reader])
+        """Wait until it is over."""
+        await self._link.closed()
 
-    async def _requests(self) -> AsyncIterator[holder_pb2.TransferRequest]:
-        while (request := await self._queue.get()) is not None:
-            yield request
-
-    async def _read(self) -> None:
-        error = _broken()
-        try:
-            async for reply in self._call:
-                future = self._pending.pop(reply.id, None)
-                if future is None or future.done():
-                    self._give_back(reply)
-                else:
-                    future.set_result(reply)
-        except grpc.aio.AioRpcError as failed:
-            error = _reason(failed)
-        except asyncio.CancelledError:
-            if self._call.cancelled():  # the channel was closed under the stream
-                return
-            raise
-        finally:
-            self._queue.put_nowait(None)
-            self._end(error)
+    def _answered(self, reply: holder_pb2.TransferReply) -> None:
+        future = self._pending.pop(reply.id, None)
+        if future is None or future.done():
+            self._give_back(reply)
+        else:
+            future.set_result(reply)
 
     def _give_back(self, reply: holder_pb2.TransferReply) -> None:
         if reply.opened.transfer:
@@ -136,14 +125,14 @@ class ControlStream:
             self._timer = self._loop.call_later(max(left, self._idle_s / 4), self._check_idle)
 
 
-def _reason(failed: grpc.aio.AioRpcError) -> KvspError:
-    """Why the stream ended."""
-    error = from_rpc_error(failed)
-    # A call that ends while we write to it is INTERNAL to grpc.aio, whatever ended it: a break like any other.
-    return _broken() if error.problem is registry.INTERNAL else error
+async def refuse_all(
+    requests: AsyncIterator[holder_pb2.TransferRequest],
+    send: Callable[[holder_pb2.TransferReply], Awaitable[None]],
+    error: KvspError,
+) -> None:
+    """The holder's end for a caller that may do nothing: every request is answered with the same problem.
 
-
-def _broken() -> KvspError:
-    return KvspError(
-        registry.UNAVAILABLE, "the connection to the holder broke", retry_after_s=RETRY_AFTER_UNAVAILABLE_S
-    )
+    Ending the stream at once would race with the caller's first request and reach it as a broken connection.
+    """
+    async for request in requests:
+        await send(holder_pb2.TransferReply(id=request.id, problem=to_message(error)))

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,9 @@ OCTETS_MIN: Final = 256 << 10
 
 KEEP_S: Final = 30.0
 IOV_MAX: Final = 1024  # pieces that one system call takes; they are not joined first
+OUTSTANDING_OCTETS_MAX: Final = 256 << 20
+"""So much may wait for its readers; what comes on top goes another way."""
+
 DIRECTORY: Final = Path("/dev/shm")  # noqa: S108 - that is where shared memory is
 
 
@@ -38,15 +42,21 @@ class Outbox:
         self._prefix = f"kvsp-message-{hashlib.sha256(owner.encode()).hexdigest()[:16]}-"
         self._directory = directory
         self._clock = clock
-        self._given: deque[tuple[float, Path]] = deque()
+        self._octets = 0
+        self._given: deque[tuple[float, Path, int]] = deque()
         for left_behind in directory.glob(self._prefix + "*"):
-            left_behind.unlink(missing_ok=True)
+            with suppress(OSError):  # in a directory for all, the name may be somebody else's
+                left_behind.unlink()
 
     def put(self, pieces: Sequence[bytes]) -> str:
         """Write a message; the path for its one reader. Raises OSError when there is no room."""
+        octets = sum(map(len, pieces))
+        if self._outstanding() + octets > OUTSTANDING_OCTETS_MAX:
+            raise OSError(errno.ENOSPC, "too many octets wait for their readers")
         path = self._directory / (self._prefix + secrets.token_hex(16))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._given.append((self._clock() + KEEP_S, path))
+        self._given.append((self._clock() + KEEP_S, path, octets))
+        self._octets += octets
         try:
             for first in range(0, len(pieces), IOV_MAX):
                 batch = pieces[first : first + IOV_MAX]
@@ -62,7 +72,16 @@ class Outbox:
     def sweep(self) -> None:
         """Remove what was not taken in time."""
         while self._given and self._given[0][0] <= self._clock():
-            self._given.popleft()[1].unlink(missing_ok=True)
+            _, path, octets = self._given.popleft()
+            path.unlink(missing_ok=True)
+            self._octets -= octets
+
+    def _outstanding(self) -> int:
+        """Octets not taken yet; who took what is looked up only when it matters."""
+        if self._octets > OUTSTANDING_OCTETS_MAX // 2:
+            self._given = deque(each for each in self._given if each[1].exists())
+            self._octets = sum(octets for _, _, octets in self._given)
+        return self._octets
 
 
 def take(path: str, octets: int) -> memoryview:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, cast
 
 import grpc
 
-from kvsp.bulk.chooser import Chooser
+from kvsp.bulk.chooser import Chooser, report_fallback
 from kvsp.bulk.control import ControlStream
 from kvsp.bulk.source import (
     BlockReader,
@@ -19,17 +20,21 @@ from kvsp.bulk.source import (
     Extent,
     Piece,
     SourceUnavailableError,
+    Ticket,
     Transfer,
 )
-from kvsp.protocol import registry
+from kvsp.protocol import limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.v1 import common_pb2, holder_pb2
 
 STREAMS_MAX: Final = 256
 IDLE_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 10.0  # the first request of a layer range waits until the range is hashed
+RESERVE_TIMEOUT_S: Final = OPEN_TIMEOUT_S + limits.PIN_DEADLINE_MS / 1000
+"""The holder answers once another writer of the same block is done, whose deadline has passed by then."""
+
 COMMIT_TIMEOUT_S: Final = 60.0
-REPORT_OCTETS: Final = 4 << 20
+REPORT_OCTETS: Final = 256 << 10
 """A writer to shared memory says this often how far it is: seldom enough for the message to cost little."""
 
 
@@ -42,9 +47,11 @@ class HolderClient:
         schemes: Sequence[str] = ("shm", "grpc"),
         *,
         same_host: bool = True,
+        local: Path | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
         self._channel = channel
+        self._local = local
         self._chooser = Chooser(schemes, same_host=same_host)
         self._idle_s = idle_s
         self._streams: OrderedDict[str, ControlStream] = OrderedDict()
@@ -85,13 +92,15 @@ class HolderClient:
     async def reserve(self, principal: str, name: common_pb2.BlockName, length: int) -> ReservedTransfer | None:
         """Room for a container of `length` octets; 0: only check that it may be written, answer None.
 
-        While another writes the same block, waits for the outcome. Raises KvspError: 403, 409, 412, 413, 503.
+        While another writes the same block, waits for the outcome, at most as long as that one may take.
+        Raises KvspError: 403, 409, 412, 413, 429, 503, 504.
         """
         stream = self._stream(principal)
         while True:
             offered = self._chooser.ranked()
             request = holder_pb2.ReserveBlock(name=name, length=length, schemes=offered)
-            reserved = (await stream.ask(None, reserve=request)).reserved
+            timeout_s = RESERVE_TIMEOUT_S if length else OPEN_TIMEOUT_S
+            reserved = (await stream.ask(timeout_s, reserve=request)).reserved
             if not length:
                 return None
             transfer = self._transfer(principal, reserved.transfer, length, reserved.location)
@@ -119,10 +128,17 @@ class HolderClient:
                 idle = next((each for each in self._streams.values() if each.idle), None)
                 if idle is not None:
                     idle.close()
-            stream = ControlStream(self._channel, principal, self._idle_s, self._forget)
+            stream = ControlStream(self._channel, principal, self._idle_s, self._forget, self._control_socket())
             self._streams[principal] = stream
         self._streams.move_to_end(principal)
         return stream
+
+    def _control_socket(self) -> Path | None:
+        """The holder's control socket; None: it has none, or is on another host, and gRPC carries the stream."""
+        if self._local is None or self._local.exists():
+            return self._local
+        report_fallback("control", f"no socket {self._local.name}")
+        return None
 
     def _forget(self, stream: ControlStream) -> None:
         if self._streams.get(stream.principal) is stream:
@@ -132,7 +148,11 @@ class HolderClient:
         extent = None
         if where.HasField("shm"):
             extent = Extent(where.shm.arena, where.shm.offset, where.shm.length)
-        return Transfer(transfer, length, principal, self._channel, extent)
+        ticket = None
+        if where.HasField("ticket"):
+            given = where.ticket
+            ticket = Ticket(given.address, given.token, given.key, given.sealed, tuple(given.frames))
+        return Transfer(transfer, length, principal, self._channel, extent, ticket)
 
     def _fell_back(self, offered: list[str], scheme: str, error: SourceUnavailableError) -> None:
         if scheme not in offered:
@@ -144,7 +164,8 @@ class OpenedTransfer:
     """A described block, and when pinned, its payload.
 
     `header` is the container header of the selected layers, `sha256` covers header and payload.
-    `max_age_s` is how long a cache may keep it. Close it when no piece is in use any more.
+    `max_age_s` is how long a cache may keep it; the pin lapses at `deadline`, in seconds of the event loop's
+    clock. Close it when no piece is in use any more.
     """
 
     def __init__(self, stream: ControlStream, opened: holder_pb2.OpenedBlock, reader: BlockReader | None) -> None:
@@ -156,7 +177,7 @@ class OpenedTransfer:
         self._id = opened.transfer
         self._stream = stream
         self._reader = reader
-        self._deadline = _deadline(opened.deadline_ms)
+        self.deadline = _deadline(opened.deadline_ms)
         if reader is not None:
             stream.users += 1
 
@@ -165,7 +186,7 @@ class OpenedTransfer:
         if self._reader is None:
             raise ValueError("the block was opened without a pin")
         async for piece in self._reader.pieces():
-            _check_held(self._stream, self._deadline)
+            _check_held(self._stream, self.deadline)
             yield piece
 
     def close(self) -> None:
@@ -180,7 +201,8 @@ class OpenedTransfer:
 class ReservedTransfer:
     """Room for one container, to be filled from its first octet to its last and committed, or aborted.
 
-    `put` is `write` for callers that must not wait; None: this transport has to.
+    `put` is `write` for callers that must not wait; None: this transport has to. The room is lost at
+    `deadline`, in seconds of the event loop's clock.
     """
 
     def __init__(
@@ -199,7 +221,7 @@ class ReservedTransfer:
         self._stream = stream
         self._writer = writer
         self.put: Callable[[Piece], None] | None = self._put if able.zero_copy else None
-        self._deadline = _deadline(reserved.deadline_ms)
+        self.deadline = _deadline(reserved.deadline_ms)
         self._open = True
         stream.users += 1
 
@@ -216,7 +238,7 @@ class ReservedTransfer:
 
     def _check(self, piece: Piece) -> int:
         # Past its deadline the room may be given to another block: never touch it again.
-        _check_held(self._stream, self._deadline)
+        _check_held(self._stream, self.deadline)
         if not self._open:
             raise ValueError("the transfer is over")
         octets = memoryview(piece).nbytes
@@ -233,7 +255,8 @@ class ReservedTransfer:
     async def commit(self, digests: Mapping[str, bytes] | Iterable[tuple[str, bytes]] = ()) -> bytes:
         """Make the block visible and return its SHA-256, comparing `digests` (by RFC 9530 algorithm name).
 
-        Raises KvspError: 400, 409, 422, 503, 504. Whatever is raised, nothing is stored and the transfer is over.
+        Raises KvspError: 400, 404, 409, 422, 503, 504. Whatever is raised, the transfer is over, and nothing is
+        stored; but after 503 and 504, when the holder's answer is missing, the block may be there all the same.
         """
         pairs = digests.items() if isinstance(digests, Mapping) else digests
         fields = [holder_pb2.FieldDigest(algorithm=name, value=value) for name, value in pairs]

@@ -7,12 +7,13 @@ are built without arguments: what a transfer needs travels in `Transfer`. Nothin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Final, Protocol
 
 ENTRY_POINTS: Final = "kvsp.block_sources"
+SERVER_ENTRY_POINTS: Final = "kvsp.block_servers"
 PIECE_OCTETS: Final = 1 << 20
 """Sources cut what they read into pieces of at most this many octets."""
 
@@ -42,11 +43,27 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to take or give the octets of one transfer once, at `address` ("host:port"), seconds from now.
+
+    It travels on the authenticated control channel alone. `token` (16 octets) names the offer, `key`
+    (32 octets) proves possession and, when `sealed`, encrypts. The octets move as messages of `frames` octets.
+    """
+
+    address: str
+    token: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    sealed: bool
+    frames: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One agreed movement of `length` octets.
 
     `endpoint` is the connection it was agreed over (a gRPC channel, an HTTPS client), `principal` on
-    whose behalf, `extent` where the octets lie for sources that share memory.
+    whose behalf, `extent` where the octets lie for sources that share memory, `ticket` for those that
+    connect to the holder by themselves.
     """
 
     id: int
@@ -54,6 +71,7 @@ class Transfer:
     principal: str = ""
     endpoint: Any = None
     extent: Extent | None = None
+    ticket: Ticket | None = None
 
 
 class SourceUnavailableError(Exception):
@@ -94,13 +112,44 @@ class BlockSource(Protocol):
     """A transport. `reader` and `writer` raise SourceUnavailableError."""
 
     scheme: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do here, which may depend on the machine."""
 
     def reader(self, transfer: Transfer) -> BlockReader:
         """Begin to take octets."""
 
     def writer(self, transfer: Transfer) -> BlockWriter:
         """Begin to give octets."""
+
+
+class BlockServer(Protocol):
+    """A holder's side of a transport that readers and writers connect to by themselves.
+
+    Built from its table of the holder's configuration; raises ConfigError. `start` does too, and
+    SourceUnavailableError where this machine cannot have it.
+    """
+
+    scheme: ClassVar[str]
+
+    async def start(self) -> None:
+        """Be ready for peers before the first offer."""
+
+    def offer_read(self, view: memoryview, spans: Sequence[tuple[int, int]], lifetime_s: float) -> Ticket:
+        """A ticket to read `view` once. `spans` are its layers (offset, length), ascending and gap-free.
+
+        The offer ends by itself after `lifetime_s`.
+        """
+
+    def offer_write(self, view: memoryview, wrote: Callable[[int], None], lifetime_s: float) -> Ticket:
+        """A ticket to fill `view` once; `wrote(n)` is called when octets 0...n are in place."""
+
+    def revoke(self, ticket: Ticket) -> None:
+        """End an offer, finished or not; idempotent. When it returns, the memory is not touched any more."""
+
+    async def close(self) -> None:
+        """End everything; idempotent."""
 
 
 def load_source(scheme: str) -> BlockSource:
@@ -112,3 +161,15 @@ def load_source(scheme: str) -> BlockSource:
             raise SourceUnavailableError(f"{scheme}: {error}") from error
         return source
     raise SourceUnavailableError(f"{scheme}: no such source is installed")
+
+
+def load_server(scheme: str, table: Mapping[str, Any]) -> BlockServer:
+    """The registered server of a scheme, not started. Raises SourceUnavailableError, ConfigError."""
+    for entry in entry_points(group=SERVER_ENTRY_POINTS, name=scheme):
+        try:
+            kind = entry.load()
+        except ImportError as error:
+            raise SourceUnavailableError(f"{scheme}: {error}") from error
+        server: BlockServer = kind(table)
+        return server
+    raise SourceUnavailableError(f"{scheme}: no such server is installed")

@@ -1,7 +1,7 @@
 """`kvspd`: runs a role (`serve`), and what installed packages add to it (`up`, `demo`, `pki` of the dev stack).
 
-Exit codes: 0 done or stopped on request; 1 it failed while running; 2 wrong usage or a configuration that
-cannot be used.
+Exit codes: 0 done or stopped on request; 1 it failed while running, or the block to purge is not held or the
+holder did not answer; 2 wrong usage or a configuration that cannot be used.
 """
 
 from __future__ import annotations
@@ -39,6 +39,25 @@ def serve(
         fail(f"{config}: no such file", 2)
     run = _load(roles[role])
     raise typer.Exit(run(config))
+
+
+@app.command()
+def purge(
+    compat: Annotated[str, typer.Argument(help="the block's compatibility id, in hex")],
+    scope: Annotated[str, typer.Argument(help="its scope id, in hex")],
+    key: Annotated[str, typer.Argument(help="its block key, in hex")],
+    config: Annotated[Path, typer.Option(help="the holder's TOML file")],
+) -> None:
+    """Withdraw a block and drop it, leased or not, as the holder itself: for one that was stored wrong."""
+    from kvsp.cli import purging
+
+    try:
+        purging.purge(config, compat, scope, key)
+    except purging.UsageError as error:
+        fail(str(error), 2)
+    except purging.RefusedError as error:
+        fail(str(error))
+    typer.echo("purged: the index lists the block no more, and the holder has dropped it")
 
 
 def fail(reason: str, code: int = 1) -> NoReturn:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +19,7 @@ from kvsp.cli.local import AsJson, DescriptorFile, load_descriptor
 from kvsp.client import Block, Client, Options, Stack, load_stack
 from kvsp.client.block import Layers
 from kvsp.protocol import descriptor, registry
+from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.names import HEX16_CHARS, is_hex
 from kvsp.protocol.records import LookupReply, ReplicaRecord
@@ -42,6 +41,7 @@ class Target:
     stack: Stack
     scope_id: str
     compat_id: str
+    descriptor: Descriptor | None
 
     def holder(self, name: str) -> str:
         """The base URI of a holder given by name or base URI."""
@@ -96,17 +96,16 @@ def get(
     """
     where = _target(endpoints, identity, scope, compat, descriptor_file)
     span = _layers(layers)
+    asked: dict[str, Any] = {"layers": span, "codec": codec, "descriptor": where.descriptor}
     with _client(where, verify=verify) as client, report.bar("fetching") as tell:
         if holder is not None:
             at = where.holder(holder)
-            block = client.get_from(
-                at, where.compat_id, where.scope_id, key, layers=span, codec=codec, progress=tell
-            )
+            block = client.get_from(at, where.compat_id, where.scope_id, key, **asked, progress=tell)
         else:
             found = client.lookup(where.scope_id, where.compat_id, [key])
             if found.matched == 0:
                 raise KvspError(registry.NOT_FOUND, "no replica of this block is known")
-            block = client.get(found.replicas[0], layers=span, codec=codec, progress=tell)
+            block = client.get(found.replicas[0], **asked, progress=tell)
     _write(file, block)
     facts = {
         "holder": block.holder,
@@ -114,7 +113,7 @@ def get(
         "octets": block.header.total_octets,
         "verified": block.verified,
     }
-    _tell(facts, as_json=as_json, err=str(file) == "-")
+    _tell(facts, as_json=as_json, err=str(file) == "-")  # stdout may carry the container
 
 
 @report.reported
@@ -147,18 +146,20 @@ def _target(
     scope_id = stack.scopes.get(scope, scope)
     if not is_hex(scope_id, HEX16_CHARS):
         raise bad_request(f"no scope {scope!r} in {path}")
-    if compat is None:
-        geometry = descriptor_file or stack.descriptor
-        if geometry is None:
+    # The stack's descriptor is not that of another Compatibility ID.
+    file = descriptor_file or (stack.descriptor if compat is None else None)
+    if file is None:
+        if compat is None:
             raise bad_request("give --compat or --descriptor")
-        compat = descriptor.compat_id(load_descriptor(geometry)).hex()
-    return Target(stack, scope_id, compat)
+        return Target(stack, scope_id, compat, None)
+    shape = load_descriptor(file)
+    if compat is not None:
+        descriptor.check_claimed(shape, compat)  # R-018
+    return Target(stack, scope_id, descriptor.compat_id(shape).hex(), shape)
 
 
-@contextmanager
-def _client(where: Target, *, verify: bool = True) -> Iterator[Client]:
-    with Client(where.stack.credentials, where.stack.endpoints, Options(pool_size=1, verify=verify)) as client:
-        yield client
+def _client(where: Target, *, verify: bool = True) -> Client:
+    return Client(where.stack.credentials, where.stack.endpoints, Options(pool_size=1, verify=verify))
 
 
 def _layers(text: str | None) -> Layers | None:
@@ -181,12 +182,10 @@ def _write(file: Path, block: Block) -> None:
 
 
 def _tell(facts: dict[str, Any], *, as_json: bool, err: bool = False) -> None:
-    if err:
-        return  # stdout carries the container
     if as_json:
-        report.print_json(facts)
+        report.print_json(facts, err=err)
     else:
-        report.print_pairs(facts)
+        report.print_pairs(facts, err=err)
 
 
 def _print_lookup(reply: LookupReply, asked: int) -> None:

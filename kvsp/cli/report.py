@@ -81,16 +81,16 @@ def out() -> Console:
     return Console(highlight=False, markup=False, width=None if watched else 160)
 
 
-def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2))
+def print_json(value: Any, *, err: bool = False) -> None:
+    """One JSON document on stdout, or on stderr."""
+    typer.echo(json.dumps(value, indent=2), err=err)
 
 
-def print_pairs(pairs: dict[str, Any]) -> None:
-    """Aligned names and values."""
+def print_pairs(pairs: dict[str, Any], *, err: bool = False) -> None:
+    """Aligned names and values on stdout, or on stderr."""
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():
-        typer.echo(f"{name:<{width}}  {value}")
+        typer.echo(f"{name:<{width}}  {value}", err=err)
 
 
 @contextmanager
@@ -129,6 +129,8 @@ def read_text(path: Path) -> str:
 
 
 def _reason(error: KvspError) -> str:
-    title = error.problem.title
-    reason = title if str(error) == title else f"{title}: {error}"
+    # The title of a KVSP problem says more than its detail; that of a plain HTTP status only that there was HTTP,
+    # and mostly there was none.
+    plain = registry.PLAIN_PROBLEMS.get(error.status) == error.problem
+    reason = f"{error.problem.title}: {error.detail}" if error.detail and not plain else str(error)
     return reason if error.retry_after_s is None else f"{reason} (retry after {error.retry_after_s} s)"

@@ -10,10 +10,10 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvsp.client.block import Block, Layer, Layers
 from kvsp.client.client import BlockInfo, Client, Replicas
@@ -21,6 +21,7 @@ from kvsp.client.config import Credentials, Endpoints, Options
 from kvsp.client.download import WritableBuffer
 from kvsp.client.lease import Lease
 from kvsp.client.transport import CANCEL
+from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.records import LookupReply, ReplicaRecord
 
 T = TypeVar("T")
@@ -70,10 +71,13 @@ class AsyncClient:
         *,
         layers: Layers | None = None,
         codec: int | None = None,
+        descriptor: Descriptor | None = None,
         into: WritableBuffer | None = None,
     ) -> Block:
         """See Client.get."""
-        return await self._run(lambda: self._sync.get(replicas, layers=layers, codec=codec, into=into))
+        return await self._run(
+            lambda: self._sync.get(replicas, layers=layers, codec=codec, descriptor=descriptor, into=into)
+        )
 
     async def get_from(
         self,
@@ -84,21 +88,24 @@ class AsyncClient:
         *,
         layers: Layers | None = None,
         codec: int | None = None,
+        descriptor: Descriptor | None = None,
         into: WritableBuffer | None = None,
     ) -> Block:
         """See Client.get_from."""
-        return await self._run(
-            lambda: self._sync.get_from(
-                holder, compat_id, scope_id, block_key, layers=layers, codec=codec, into=into
-            )
-        )
+        asked: dict[str, Any] = {"layers": layers, "codec": codec, "descriptor": descriptor, "into": into}
+        return await self._run(lambda: self._sync.get_from(holder, compat_id, scope_id, block_key, **asked))
 
     async def get_layers(
-        self, replicas: Replicas, *, layers: Layers | None = None, into: WritableBuffer | None = None
+        self,
+        replicas: Replicas,
+        *,
+        layers: Layers | None = None,
+        descriptor: Descriptor | None = None,
+        into: WritableBuffer | None = None,
     ) -> AsyncGenerator[Layer, None]:
         """See Client.get_layers. Use `contextlib.aclosing` when you may leave the loop early."""
         cancel = threading.Event()
-        layer_iterator = self._sync.get_layers(replicas, layers=layers, into=into)
+        layer_iterator = self._sync.get_layers(replicas, layers=layers, descriptor=descriptor, into=into)
         try:
             while (layer := await self._run(lambda: next(layer_iterator, None), cancel)) is not None:
                 yield layer
@@ -137,10 +144,10 @@ class AsyncClient:
     ) -> AsyncIterator[Lease]:
         """See Client.lease."""
         lease = self._sync.lease(holder, keys, ttl_ms, scope_id=scope_id, compat_id=compat_id)
-        await self._run(lease.__enter__)
         try:
+            await self._run(lease.__enter__)
             yield lease
-        finally:
+        finally:  # also when cancelled while it was entered, which may have come to its end by then
             await asyncio.to_thread(lease.__exit__, None, None, None)
 
     async def _run(self, call: Callable[[], T], cancel: threading.Event | None = None) -> T:
@@ -155,6 +162,8 @@ class AsyncClient:
         except asyncio.CancelledError:
             stop.set()
             if not job.cancel():
-                await asyncio.wait([result])
+                while not result.done():  # however often it is cancelled
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([result])
                 result.exception()  # it is known why: not a forgotten failure
             raise

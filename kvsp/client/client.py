@@ -19,11 +19,12 @@ from kvsp.client import wire
 from kvsp.client.block import Block, Expectation, Layer, Layers
 from kvsp.client.config import Credentials, Endpoints, Options
 from kvsp.client.download import WritableBuffer
-from kvsp.client.errors import mismatch
 from kvsp.client.fetch import Fetcher, Source
+from kvsp.client.fields import decimal
 from kvsp.client.lease import HolderLeases, Lease
 from kvsp.client.transport import EXPECT_CONTINUE, Deadline, Progress, Transport
 from kvsp.protocol import access, container, digests, jsonio, registry, routes
+from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.names import check_hex16, check_hex32, party_id
 from kvsp.protocol.records import Granted, LeaseRequest, LookupReply, LookupRequest, ReplicaRecord
@@ -108,6 +109,7 @@ class Client:
         *,
         layers: Layers | None = None,
         codec: int | None = None,
+        descriptor: Descriptor | None = None,
         into: WritableBuffer | None = None,
         progress: Progress | None = None,
     ) -> Block:
@@ -115,10 +117,12 @@ class Client:
 
         `replicas` are records of one key from a lookup. Everything is verified before it is returned
         (R-155): Repr-Digest; in the record's codec also each layer and, of all layers, the replica
-        digest. `into` receives the payload (writable, at least its size; else ValueError) and holds
-        anything after a failure. Raises BlockUnavailable.
+        digest. With the `descriptor` of the block also its tokens and where each K ends, which no digest
+        covers. `into` receives the payload and holds anything after a failure; too small is a ValueError
+        when the descriptor tells the size (codec raw), else a replica that does not fit is passed over.
+        Raises BlockUnavailable.
         """
-        return self._fetcher.first(self._sources(replicas, layers, codec), into, progress)
+        return self._fetcher.first(self._sources(replicas, layers, codec, descriptor), into, progress)
 
     def get_from(
         self,
@@ -129,27 +133,34 @@ class Client:
         *,
         layers: Layers | None = None,
         codec: int | None = None,
+        descriptor: Descriptor | None = None,
         into: WritableBuffer | None = None,
         progress: Progress | None = None,
     ) -> Block:
-        """One block from one holder, without a record: only Repr-Digest can be verified.
+        """One block from one holder, without a record: only Repr-Digest can be verified, and what is pinned.
 
-        Raises BlockUnavailable.
+        `descriptor` and `into` as in `get`. Raises BlockUnavailable.
         """
         url = self._block_url(holder, compat_id, scope_id, block_key) + _query(layers, codec)
-        source = Source(holder, block_key, url, Expectation(layers, codec=codec))
-        return self._fetcher.first([source], into, progress)
+        pinned = self.options.pinned.get(block_key)
+        expect = Expectation.of_holder(layers, codec, descriptor, pinned=pinned)
+        return self._fetcher.first([Source(holder, block_key, url, expect)], into, progress)
 
     def get_layers(
-        self, replicas: Replicas, *, layers: Layers | None = None, into: WritableBuffer | None = None
+        self,
+        replicas: Replicas,
+        *,
+        layers: Layers | None = None,
+        descriptor: Descriptor | None = None,
+        into: WritableBuffer | None = None,
     ) -> Generator[Layer, None, None]:
         """Each layer as soon as its own digest matched the record, while the rest arrives (U-54).
 
         Fails over to the next replica until the first layer was given out. After that a failure,
         a final Repr-Digest mismatch included, raises KvspError: discard the block and all work built
-        on it. Closing the iterator early stops the transfer.
+        on it. Closing the iterator early stops the transfer. `descriptor` and `into` as in `get`.
         """
-        return self._fetcher.layers(self._sources(replicas, layers, None), into)
+        return self._fetcher.layers(self._sources(replicas, layers, None, descriptor), into)
 
     def head(self, holder: str, compat_id: str, scope_id: str, block_key: str) -> BlockInfo:
         """What the holder has, without its octets. Raises KvspError (404 when it has none)."""
@@ -157,7 +168,7 @@ class Client:
         reply = self._transport.exchange("HEAD", url, self._deadline()).require_ok()
         sha256 = digests.parse_digest_field(reply.fields.get("repr-digest", "")).get("sha-256", b"")
         return BlockInfo(
-            _number(reply.fields.get("content-length", "")),
+            decimal(reply.fields.get("content-length", "")) or 0,
             sha256,
             _max_age(reply.fields.get("cache-control", "")),
         )
@@ -175,23 +186,22 @@ class Client:
     ) -> bool:
         """Store a container. True: stored; False: the holder keeps the copy it had (412, R-157).
 
-        `sha256` of the container saves computing it here; the holder compares it (R-160).
+        `sha256` of the container saves computing it here; the holder compares it (R-160). `octets` is
+        not copied and must not change meanwhile; `bytes` is a little faster than other buffers.
         """
-        header = container.parse_header(octets)
-        if len(octets) != header.total_octets:
+        body = octets if isinstance(octets, bytes) else memoryview(octets).cast("B")
+        if len(body) != container.parse_header(body).total_octets:
             raise bad_request("container truncated or followed by other octets")
         url = self._block_url(holder, compat_id, scope_id, block_key)
-        digest = sha256 or hashlib.sha256(octets).digest()
+        digest = sha256 or hashlib.sha256(body).digest()
         fields = [
             f"Content-Type: {MEDIA_BLOCK}",
             "If-None-Match: *",
             f"Repr-Digest: {digests.repr_digest_field(digest)}",
         ]
-        if len(octets) >= ASK_FIRST_OCTETS:
+        if len(body) >= ASK_FIRST_OCTETS:
             fields.append(EXPECT_CONTINUE)
-        reply = self._transport.exchange(
-            "PUT", url, self._deadline(), fields=fields, body=bytes(octets), progress=progress
-        )
+        reply = self._transport.exchange("PUT", url, self._deadline(), fields=fields, body=body, progress=progress)
         if reply.status == registry.PRECONDITION_FAILED.status:
             return False
         reply.require_ok()
@@ -232,20 +242,17 @@ class Client:
         self.endpoints.require_holder(holder, scope_id)
         return holder + routes.path(access.GET_BLOCK.path, compat=compat_id, scope=scope_id, block_key=block_key)
 
-    def _sources(self, replicas: Replicas, layers: Layers | None, codec: int | None) -> Iterator[Source]:
+    def _sources(
+        self, replicas: Replicas, layers: Layers | None, codec: int | None, descriptor: Descriptor | None
+    ) -> Iterator[Source]:
         for record in [replicas] if isinstance(replicas, ReplicaRecord) else replicas:
+            pinned = self.options.pinned.get(record.block_key)
             try:
-                yield self._source(record, layers, codec)
+                url = self._block_url(record.holder, record.compat_id, record.scope_id, record.block_key)
+                expect = Expectation.of_record(record, layers, codec, descriptor, pinned=pinned)
+                yield Source(record.holder, record.block_key, url + _query(layers, codec), expect)
             except KvspError as refused:
                 yield Source(record.holder, record.block_key, refused=refused)
-
-    def _source(self, record: ReplicaRecord, layers: Layers | None, codec: int | None) -> Source:
-        pinned = self.options.pinned.get(record.block_key)
-        if pinned is not None and pinned != record.digest:
-            raise mismatch("replica digest is not the producer's")  # R-212
-        url = self._block_url(record.holder, record.compat_id, record.scope_id, record.block_key)
-        expect = Expectation.of_record(record, layers, codec)
-        return Source(record.holder, record.block_key, url + _query(layers, codec), expect)
 
 
 def _checked(make: Callable[[], T]) -> T:
@@ -262,13 +269,9 @@ def _query(layers: Layers | None, codec: int | None) -> str:
     return "?" + "&".join(terms) if terms else ""
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
-
-
 def _max_age(cache_control: str) -> int:
     for directive in cache_control.split(","):
         name, _, value = directive.strip().partition("=")
         if name.lower() == "max-age":
-            return _number(value)
+            return decimal(value) or 0
     return 0

@@ -9,21 +9,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import threading
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from typing import Final, TypeVar
+from typing import Final
 
 from kvsp.client.block import Block, Expectation, Layer, layer_of
 from kvsp.client.errors import mismatch, unavailable
-from kvsp.client.transport import Fields
+from kvsp.client.fields import Fields, decimal, media_type
 from kvsp.protocol import container, digests
-from kvsp.protocol.container import Header
+from kvsp.protocol.container import Buffer, Header
 from kvsp.protocol.digests import ALGORITHMS, ContainerDigester
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.registry import MEDIA_BLOCK
-
-T = TypeVar("T")
 
 HASH_STEP: Final = 256 << 10
 """Octets hashed at a time: smaller steps pay for handing over, larger ones overlap less."""
@@ -35,7 +32,7 @@ class Download:
     """The sink of one block GET (see `transport.Sink`), and what became of it.
 
     `verified_layers` counts the leading layers whose digests matched the record; `wait_layer` lets
-    another thread follow. Raises ValueError when `into` is too small for the payload.
+    another thread follow. Raises ValueError when `into` is known to be too small for the payload.
     """
 
     def __init__(
@@ -50,9 +47,10 @@ class Download:
         self._workers = workers
         self._verify = verify
         self._into = None if into is None else memoryview(into).cast("B")
+        if self._into is not None and len(self._into) < (expect.payload_octets or 0):
+            raise ValueError(f"buffer holds {len(self._into)} octets, the payload has {expect.payload_octets}")
         self._length: int | None = None
-        self._head = bytearray()
-        self._head_octets = container.FIXED_OCTETS
+        self._head = container.HeaderReader()
         self._hashed = self._filled = 0
         self._layers = ContainerDigester()
         self._whole: WholeDigest | None = None
@@ -64,24 +62,24 @@ class Download:
 
     def begin(self, fields: Fields) -> None:
         """Check the head of the reply before any octet of it is kept."""
-        if fields.get("content-type", "").partition(";")[0].strip().lower() != MEDIA_BLOCK:
+        if media_type(fields) != MEDIA_BLOCK:
             raise unavailable("reply is not a block")
         if fields.get("content-encoding", "identity").lower() != "identity":
             raise mismatch("block is content-coded")
         length = fields.get("content-length")
         if length is not None:
-            self._length = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else -1
+            self._length = decimal(length)
             # "caps what it reads at the expected size" (D5)
-            if not container.FIXED_OCTETS <= self._length <= self._expect.octets_max:
+            if self._length is None or not container.FIXED_OCTETS <= self._length <= self._expect.octets_max:
                 raise mismatch("block is not of the expected size")
         if self._verify:
             self._whole = WholeDigest(_repr_digest(fields), self._workers)
 
-    def write(self, piece: bytes) -> None:
+    def write(self, piece: Buffer) -> None:
         """Take the next octets."""
         if self.header is None:
             piece = self._take_head(piece)
-            if not piece:
+            if self.header is None:
                 return
         end = self._filled + len(piece)
         if end > len(self.payload):
@@ -126,19 +124,16 @@ class Download:
         assert self.header is not None  # noqa: S101  (for the type checker)
         return layer_of(self.header, self.payload, self.header.first_layer + nth)
 
-    def _take_head(self, piece: bytes) -> bytes:
+    def _take_head(self, piece: Buffer) -> memoryview:
         """Collect the container header, check it, make room; what is left of `piece` is payload."""
-        while self.header is None and piece:
-            take = self._head_octets - len(self._head)
-            self._head += piece[:take]
-            piece = piece[take:]
-            if len(self._head) < self._head_octets:
-                break
-            if self._head_octets == container.FIXED_OCTETS:
-                self._head_octets = _well_formed(container.header_length, self._head)
-            else:
-                self._accept(_well_formed(container.parse_header, self._head))
-        return piece
+        try:
+            rest = self._head.feed(piece)
+        except KvspError as error:
+            # A malformed container is discarded like one with a bad digest (R-031).
+            raise mismatch(f"malformed container: {error}") from None
+        if self._head.header is not None:
+            self._accept(self._head.header)
+        return rest
 
     def _accept(self, header: Header) -> None:
         if self._length not in (None, header.total_octets):
@@ -146,12 +141,13 @@ class Download:
         self._expect.check_header(header)
         room = memoryview(bytearray(header.payload_octets)) if self._into is None else self._into
         if len(room) < header.payload_octets:
-            raise ValueError(f"buffer holds {len(room)} octets, the payload has {header.payload_octets}")
+            # Without a descriptor nobody can tell a small buffer from a holder that sends too much.
+            raise unavailable(f"payload has {header.payload_octets} octets, the buffer holds {len(room)}")
         self.payload = room[: header.payload_octets]
         self.header = header
         if self._whole is not None:
-            self._layers.feed(self._head)
-            self._whole.feed(memoryview(self._head))
+            self._layers.feed(self._head.octets)
+            self._whole.feed(memoryview(self._head.octets))
 
     def _hash(self) -> None:
         """Bring both digests up to what has arrived."""
@@ -206,14 +202,6 @@ class WholeDigest:
     def _run(self) -> None:
         while (view := self._queue.get()) is not None:
             self._hash.update(view)
-
-
-def _well_formed(parse: Callable[[bytearray], T], octets: bytearray) -> T:
-    """A malformed container is discarded like one with a bad digest (R-031)."""
-    try:
-        return parse(octets)
-    except KvspError as error:
-        raise mismatch(f"malformed container: {error}") from None
 
 
 def _repr_digest(fields: Fields) -> tuple[str, bytes]:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final
 
 from kvsp.client import wire
+from kvsp.client.errors import unavailable
 from kvsp.client.transport import Deadline, Transport
 from kvsp.protocol import access, jsonio, registry, routes
 from kvsp.protocol.errors import KvspError
@@ -69,9 +70,10 @@ class Lease:
     def __enter__(self) -> Lease:
         asked_at = self._clock()
         granted = self._calls.create()
-        self.id = granted.lease
-        self._grant(granted, asked_at)
-        self._thread.start()
+        with self._changed:
+            self.id = granted.lease
+            self._grant(granted, asked_at)
+            self._thread.start()
         return self
 
     def __exit__(
@@ -80,6 +82,8 @@ class Lease:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
+        if not self.id:  # entering failed
+            return
         self._thread.join()
         try:
             self._calls.release(self.id)
@@ -90,6 +94,9 @@ class Lease:
         """Raises KvspError when the lease was lost: its blocks may be evicted."""
         if self._lost is not None:
             raise self._lost
+        # A renewal may be under way for as long as its deadline; the holder counts on meanwhile.
+        if self._clock() >= self._expires:
+            raise unavailable("the granted time is over and no renewal was answered")
 
     def wait_renewed(self, times: int, timeout_s: float | None = None) -> bool:
         """Wait until it was renewed that often. False: it was lost, released, or the time is over."""

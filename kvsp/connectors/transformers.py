@@ -8,6 +8,7 @@ connector.save(tokens, prefix.cache)
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from kvsp.connectors.describe import describe
 from kvsp.connectors.layout import export_block, export_blocks, layer_states
 from kvsp.connectors.prefix import PrefixCache, PrefixShortened
 from kvsp.protocol import descriptor as descriptors
-from kvsp.protocol import keys, limits
+from kvsp.protocol import keys, limits, registry
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.keys import ScopeKey
@@ -127,7 +128,9 @@ class KvspConnector:
         if not usable:
             return Match([])
         reply = self._client.lookup(self._scope_id, self._compat_id.hex(), usable)
-        return Match(reply.replicas)
+        replicas = [[record for record in row if record.codec == registry.RAW.value] for row in reply.replicas]
+        # The cache can be filled from raw sections only: the prefix ends where no replica has them.
+        return Match(list(itertools.takewhile(bool, replicas)))
 
     def load(self, match: Match, room: int = ROOM_TOKENS) -> Prefix:
         """Begin to load a match; returns at once. `room` is for the tokens that will follow."""
@@ -170,12 +173,12 @@ class KvspConnector:
         if block >= cache.arrival.blocks:
             return
         try:
-            received = self._client.get(match.replicas[block], layers=layers)
+            received = self._client.get(match.replicas[block], layers=layers, descriptor=self._descriptor)
             for layer in range(layers[0], layers[1] + 1):
                 _, k, v = received.layer(layer)
                 for place, section in zip(cache.rows(layer, block), (k, v), strict=True):
-                    place[:] = section  # ValueError when the section is not of the descriptor's length
-        except (KvspError, ValueError):
+                    place[:] = section  # of equal length: `get` compared it with the descriptor (R-033)
+        except KvspError:
             cache.arrival.shorten(block)
 
     def _layer_ranges(self) -> Iterator[tuple[int, int]]:

@@ -114,6 +114,30 @@ def header_length(first_20: Buffer) -> int:
     return FIXED_OCTETS + limits.CONTAINER_LAYER_ENTRY_OCTETS * layer_count
 
 
+class HeaderReader:
+    """Collects a header from pieces of any size; each part is checked before room for the next is made (D5)."""
+
+    def __init__(self) -> None:
+        self.octets = bytearray()
+        self.header: Header | None = None
+        self._wanted = FIXED_OCTETS
+
+    def feed(self, piece: Buffer) -> memoryview:
+        """Take what belongs to the header. Returns what follows it. Raises KvspError (400)."""
+        view = memoryview(piece).cast("B")
+        while self.header is None:
+            take = self._wanted - len(self.octets)
+            self.octets += view[:take]
+            view = view[take:]
+            if len(self.octets) < self._wanted:
+                break
+            if self._wanted == FIXED_OCTETS:
+                self._wanted = header_length(self.octets)
+            else:
+                self.header = parse_header(self.octets)
+        return view
+
+
 def parse_header(octets: Buffer) -> Header:
     """Parse a whole header; octets beyond it are not looked at. Raises KvspError (400)."""
     codec, first_layer, _, token_count = _read_fixed(octets)

@@ -106,18 +106,21 @@ class ContainerDigester:
     def __init__(self, *, full: bool = False, extra: Iterable[str] = ()) -> None:
         names = {"sha-256", *extra} if full else set(extra)
         self._full: dict[str, _Hash] = {name: hashlib.new(ALGORITHMS[name][0]) for name in names}
-        self._head = bytearray()
-        self._head_octets = container.FIXED_OCTETS
+        self._head = container.HeaderReader()
         self._layer: _Hash = hashlib.sha256()
         self._layer_left = 0
         self.octets = 0
-        self.header: Header | None = None
         self.layer_digests: list[bytes] = []
+
+    @property
+    def header(self) -> Header | None:
+        """The container header, once all of it came."""
+        return self._head.header
 
     def feed(self, piece: Buffer) -> None:
         """Take the next octets. Raises KvspError (400) on bad framing or octets after the last layer."""
         view = memoryview(piece).cast("B")
-        rest = self._feed_head(view)
+        rest = self._head.feed(view)
         if self.header is not None:
             # "no trailing octets" (R-030): refused before anything is hashed.
             if self.octets + len(view) > self.header.total_octets:
@@ -140,24 +143,11 @@ class ContainerDigester:
         """The SHA-256 of the octets fed; needs `full`."""
         return self.digest("sha-256")
 
-    def _feed_head(self, view: memoryview) -> memoryview:
-        """Collect the header; what is left of `view` belongs to the payload."""
-        while self.header is None and len(view) > 0:
-            take = self._head_octets - len(self._head)
-            self._head += view[:take]
-            view = view[take:]
-            if len(self._head) < self._head_octets:
-                break
-            if self._head_octets == container.FIXED_OCTETS:
-                self._head_octets = container.header_length(self._head)
-            else:
-                self.header = container.parse_header(self._head)
-                self._layer_left = sum(self.header.sections[0])
-        return view
-
     def _feed_layers(self, view: memoryview) -> None:
         assert self.header is not None  # noqa: S101  (for the type checker; feed looked)
         while len(view) > 0:
+            if self._layer_left == 0:
+                self._layer_left = sum(self.header.sections[len(self.layer_digests)])
             part = view[: self._layer_left]
             self._layer.update(part)
             self._layer_left -= len(part)
@@ -165,5 +155,3 @@ class ContainerDigester:
             if self._layer_left == 0:
                 self.layer_digests.append(self._layer.digest())
                 self._layer = hashlib.sha256()
-                if len(self.layer_digests) < self.header.layer_count:
-                    self._layer_left = sum(self.header.sections[len(self.layer_digests)])

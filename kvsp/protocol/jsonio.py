@@ -1,7 +1,8 @@
-"""Strict JSON for the wire (U-03, D7).
+"""Strict JSON (U-03, D7): the one place where octets become records.
 
-The one place where octets become records. A first pass by the standard library rejects what msgspec
-lets through: duplicate names, and what stands in members that nobody asked for.
+msgspec checks grammar, types and bounds of the members that a record names. What it lets through is
+checked here first, at a cost that grows with the length alone: encoding, depth, numbers in members
+that nobody asked for, and duplicate names.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvsp.protocol import limits
-from kvsp.protocol.errors import bad_request
+from kvsp.protocol import limits, registry
+from kvsp.protocol.errors import KvspError, bad_request
 
 T = TypeVar("T")
 
 # Unterminated strings match to the end: were they tried again at every quote, the time would be quadratic.
 _STRINGS = re.compile(rb'(?s)"[^"\\]*(?:\\.[^"\\]*)*"?')
-_BRACKETS = re.compile(rb"[\[\]{}]")
+# Numbers that may be too large for a double's exact integers, or for a double: long ones, high exponents.
+_LARGE = re.compile(rb"[\s:,\[]-?(?:[0-9]{16,}|[0-9]+(?:\.[0-9]+)?[eE]\+?0*(?:[2-9][0-9]{2}|[0-9]{4,}))")
+_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_ONE_KIND = bytes.maketrans(b"[]{}", b"()()")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def decode(octets: bytes, record: type[T]) -> T:
-    """Parse one JSON object into `record`. Raises KvspError (400) with a precise reason.
+    """Parse one JSON object into `record`. Raises KvspError (400, 413) with a precise reason.
 
     Accepts any JSON number with an integral value where an integer is asked for (U-03).
     """
@@ -63,44 +68,49 @@ def _integral(value: Any) -> Any:
 
 
 def _check_text(octets: bytes) -> None:
-    """What msgspec does not check, above all in members that nobody asked for."""
     if len(octets) > limits.JSON_OCTETS_MAX:
         raise bad_request("JSON text too long")
-    opened = octets.count(b"[") + octets.count(b"{")
-    if opened > limits.JSON_DEPTH_MAX and _depth(octets) > limits.JSON_DEPTH_MAX:
-        raise bad_request(f"JSON nested deeper than {limits.JSON_DEPTH_MAX}")
     try:
-        json.loads(
-            octets.decode(), object_pairs_hook=_check_names, parse_int=_check_integer, parse_float=_check_float
-        )
+        octets.isascii() or octets.decode()
     except UnicodeDecodeError:
         raise bad_request("JSON text is not UTF-8") from None
-    except json.JSONDecodeError as error:
+    if octets.count(b"[") + octets.count(b"{") > limits.JSON_DEPTH_MAX:
+        _check_depth(_STRINGS.sub(b'""', octets))
+    if _LARGE.search(octets):
+        _check_numbers(_STRINGS.sub(b'""', octets))
+    # Python code runs once an object in the pass below: no record of ours needs that many.
+    if octets.count(b"{") > limits.JSON_OBJECTS_MAX:
+        raise KvspError(registry.CONTENT_TOO_LARGE, "JSON text holds too many objects")
+    try:
+        json.loads(octets, object_pairs_hook=_check_names)
+    except ValueError as error:
         raise bad_request(f"JSON is malformed: {error}") from None
+
+
+def _check_depth(bare: bytes) -> None:
+    """Peel off one level of brackets at a time: what is left after the deepest allowed is too deep."""
+    brackets = bare.translate(_ONE_KIND, _NO_BRACKETS)
+    for _ in range(limits.JSON_DEPTH_MAX):
+        brackets = brackets.replace(b"()", b"")
+    if brackets:  # or unbalanced, which is no JSON either
+        raise bad_request(f"JSON nested deeper than {limits.JSON_DEPTH_MAX}")
+
+
+def _check_numbers(bare: bytes) -> None:
+    for large in _LARGE.finditer(bare):
+        number = _NUMBER.match(bare, large.start() + 1)
+        if number is None:
+            continue
+        digits = number[0]
+        if number[1] or number[2]:
+            # "no NaN/Infinity": what no double can hold, such as 1e400, would be one.
+            if math.isinf(float(digits)):
+                raise bad_request("JSON number out of range")
+        elif len(digits) > len(str(-limits.INT_MAX)) or abs(int(digits)) > limits.INT_MAX:
+            raise bad_request("JSON integer beyond 2^53-1")
 
 
 def _check_names(pairs: list[tuple[str, Any]]) -> None:
     """I-JSON forbids duplicate names; parsers disagree on which one counts."""
     if len({name for name, _ in pairs}) != len(pairs):
         raise bad_request("JSON object holds a name twice")
-
-
-def _check_integer(digits: str) -> int:
-    if len(digits) > len(str(-limits.INT_MAX)) or abs(value := int(digits)) > limits.INT_MAX:
-        raise bad_request("JSON integer beyond 2^53-1")
-    return value
-
-
-def _check_float(digits: str) -> float:
-    # "no NaN/Infinity": what no double can hold, such as 1e400, would be one (U-03, D7).
-    if math.isinf(value := float(digits)):
-        raise bad_request("JSON number out of range")
-    return value
-
-
-def _depth(octets: bytes) -> int:
-    deepest = depth = 0
-    for match in _BRACKETS.finditer(_STRINGS.sub(b'""', octets)):
-        depth += 1 if match.group() in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest

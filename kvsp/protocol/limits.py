@@ -13,6 +13,7 @@ LAYER_MAX: Final = 2**32 - 1  # U-23: syntax of `layers=`
 
 JSON_OCTETS_MAX: Final = 8 << 20
 JSON_DEPTH_MAX: Final = 32
+JSON_OBJECTS_MAX: Final = 8192  # in one text
 
 LOOKUP_KEYS_MAX: Final = 8192
 LOOKUP_TARGETS_MAX: Final = 256
@@ -41,7 +42,19 @@ LEASE_TTL_MS_MAX: Final = 600_000
 LEASED_OCTETS_DEFAULT: Final = 4 << 30  # per identity, unless the policy says otherwise (R-142)
 LEASE_COUNT_MAX: Final = 4096
 RECORDS_PER_HOLDER_MAX: Final = 2_000_000
-PIN_DEADLINE_MS: Final = 900_000  # longer than the slowest accepted 256 MiB transfer
+RESERVED_OCTETS_DEFAULT: Final = 1 << 30  # per identity: room for uploads under way (D4, D13)
+PINNED_OCTETS_DEFAULT: Final = 4 << 30  # per identity: blocks being read (D13)
+
+RATE_OCTETS_PER_S_MIN: Final = 300_000  # a slower transfer is cut (D4)
+TRANSFER_BASE_MS: Final = 10_000
+
+
+def transfer_ms(octets: int) -> int:
+    """Milliseconds that a transfer of `octets` may take: a start, and the slowest accepted rate."""
+    return TRANSFER_BASE_MS + -(-octets * 1000 // RATE_OCTETS_PER_S_MIN)
+
+
+PIN_DEADLINE_MS: Final = transfer_ms(BLOCK_OCTETS_MAX)  # the longest that a transfer of a block may take
 
 GRPC_CHUNK_OCTETS: Final = 256 << 10  # D14: stream chunks stay far below gRPC's 4 MiB default
 GRPC_MESSAGE_OCTETS_MAX: Final = 16 << 20
@@ -51,8 +64,11 @@ _RELATIONS: Final = (
     CONTAINER_HEADER_OCTETS_MAX < BLOCK_OCTETS_MAX,
     CONTAINER_LAYERS_MAX * 67 < JSON_OCTETS_MAX,
     JSON_OCTETS_MAX < GRPC_MESSAGE_OCTETS_MAX,
+    max(DIRECTIVE_BLOCKS_MAX, RESIDENCY_RANGES_MAX, RESHARD_RANGES_MAX) < JSON_OBJECTS_MAX,
     GRPC_CHUNK_OCTETS < 4 << 20,
     BLOCK_OCTETS_MAX < INT_MAX,
+    BLOCK_OCTETS_MAX <= RESERVED_OCTETS_DEFAULT <= PINNED_OCTETS_DEFAULT,
+    PIN_DEADLINE_MS >= 900_000,  # 256 MiB may take a quarter of an hour
 )
 if not all(_RELATIONS):
     raise ValueError("limits contradict each other")

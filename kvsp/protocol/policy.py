@@ -11,6 +11,8 @@
     leased_octets = 4294967296
     leases = 1024
     lease_ttl_ms = 60000
+    reserved_octets = 1073741824                 # of the arena, for uploads under way
+    pinned_octets = 4294967296                   # of the arena, by blocks being read
     records = 100000
 
 Errors of the file are ValueError and name the identity; refusals are KvspError.
@@ -41,11 +43,16 @@ _IDENTITY_URI: Final = re.compile(r"[a-z][a-z0-9+.-]*:[A-Za-z0-9._~:/?@!$&'()*+=
 
 
 class Quotas(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one identity (R-142, R-214, D13); the key is the identity, not the connection."""
+    """Bounds of one identity (R-142, R-214, D4, D13); the key is the identity, not the connection.
+
+    Octets are those of the arena: a block takes whole pages. Leased, pinned and reserved count apart.
+    """
 
     leased_octets: Annotated[int, Meta(ge=0, le=limits.INT_MAX)] = limits.LEASED_OCTETS_DEFAULT
     leases: Annotated[int, Meta(ge=0, le=limits.LEASE_COUNT_MAX)] = limits.LEASE_COUNT_MAX
     lease_ttl_ms: Annotated[int, Meta(ge=1, le=limits.LEASE_TTL_MS_MAX)] = limits.LEASE_TTL_MS_MAX
+    reserved_octets: Annotated[int, Meta(ge=0, le=limits.INT_MAX)] = limits.RESERVED_OCTETS_DEFAULT
+    pinned_octets: Annotated[int, Meta(ge=0, le=limits.INT_MAX)] = limits.PINNED_OCTETS_DEFAULT
     records: Annotated[int, Meta(ge=0, le=limits.RECORDS_PER_HOLDER_MAX)] = limits.RECORDS_PER_HOLDER_MAX
 
 

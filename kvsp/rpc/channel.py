@@ -1,4 +1,4 @@
-"""Channels to other roles, and the deadline that each hop passes on."""
+"""Channels to other roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import grpc
 from kvsp.protocol import limits
 from kvsp.rpc.config import Tls
 
-HOP_S = 0.02  # each hop keeps this much, so that the inner service names what timed out
 DEFAULT_TIMEOUT_S = 10.0
 
 OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -18,6 +17,14 @@ OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", limits.GRPC_MESSAGE_OCTETS_MAX),
     # A refused lease names every unknown key in its problem (U-16), in base64 of hex.
     ("grpc.max_metadata_size", 2 * limits.LEASE_KEYS_MAX * 67),
+)
+
+# Between hosts a peer can vanish without a word; its streams, and what they hold, must not stay for ever.
+KEEPALIVE: tuple[tuple[str, Any], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 # A role that restarts is found again within a second.
@@ -38,10 +45,4 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(
         Path(tls.ca).read_bytes(), Path(tls.key).read_bytes(), Path(tls.cert).read_bytes()
     )
-    return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Seconds that a call made on behalf of `context` may take."""
-    left = context.time_remaining()
-    return default_s if left is None else max(left - HOP_S, 0.001)
+    return grpc.aio.secure_channel(address, credentials, options=options + KEEPALIVE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from kvsp.protocol import descriptor
+from kvsp.protocol.descriptor import Descriptor
+from kvsp.protocol.errors import KvspError
 from kvsp.protocol.policy import Policy
 
 T = TypeVar("T")
@@ -32,18 +36,23 @@ class Peer(Struct, frozen=True, forbid_unknown_fields=True):
     tls: Tls | None = None
 
 
-class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every role needs.
+class ProcessConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every process needs.
 
-    `listen` is `unix:/path` or `host:port` (then `tls` is required); `principal` the role's own
-    URI in the policy; `admin` a `host:port` for metrics, empty for none.
+    `listen` is where it listens; `principal` its own URI in the policy; `admin` a `host:port` for
+    metrics, empty for none.
     """
 
     listen: str
-    policy: str
     principal: str
     admin: str = ""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+
+
+class ServiceConfig(ProcessConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every role needs: it listens on `unix:/path` or `host:port` (then `tls` is required)."""
+
+    policy: str
     tls: Tls | None = None
 
 
@@ -61,3 +70,15 @@ def load_policy(path: str) -> Policy:
         return Policy.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def load_descriptors(paths: Iterable[str]) -> dict[bytes, Descriptor]:
+    """Compatibility Descriptor files by compat_id, which is computed (R-018). Raises ConfigError."""
+    found: dict[bytes, Descriptor] = {}
+    for path in paths:
+        try:
+            loaded = descriptor.load(Path(path).read_bytes())
+        except (OSError, KvspError) as error:
+            raise ConfigError(f"descriptor {path}: {error}") from None
+        found[descriptor.compat_id(loaded)] = loaded
+    return found

@@ -82,14 +82,14 @@ async def _watched(method: str, context: Context) -> AsyncIterator[None]:
         raise
     except Exception as error:  # the boundary: nothing internal may leave
         status = "500"
-        log.error("unexpected", method=method, kind=type(error).__name__, where=_where(error))
+        log.error("unexpected", method=method, kind=type(error).__name__, where=frames(error))
         await errors.abort(context, KvspError(registry.INTERNAL))
     finally:
         CALLS.labels(method, status).inc()
         SECONDS.labels(method).observe(time.perf_counter() - started)
 
 
-def _where(error: BaseException) -> list[str]:
+def frames(error: BaseException) -> list[str]:
     """The frames of a traceback without the exception's own text, which may quote a key or a token (R-215)."""
     frames = traceback.extract_tb(error.__traceback__)
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]

@@ -20,6 +20,27 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class TransferHello(_message.Message):
+    """First message on a holder's control socket, where no metadata names the principal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    principal: _builtins.str
+    def __init__(
+        self,
+        *,
+        principal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferHello: _TypeAlias = TransferHello  # noqa: Y015
+
+@_typing.final
 class TransferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -396,23 +417,68 @@ class Location(_message.Message):
 
     SCHEME_FIELD_NUMBER: _builtins.int
     SHM_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     scheme: _builtins.str
     """"shm", "grpc", ..."""
     @_builtins.property
     def shm(self) -> Global___ShmExtent: ...
+    @_builtins.property
+    def ticket(self) -> Global___Ticket:
+        """for schemes whose peers connect to the holder by themselves"""
+
     def __init__(
         self,
         *,
         scheme: _builtins.str = ...,
         shm: Global___ShmExtent | None = ...,
+        ticket: Global___Ticket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shm", b"shm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shm", b"shm", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["scheme", b"scheme", "shm", b"shm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scheme", b"scheme", "shm", b"shm", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Location: _TypeAlias = Location  # noqa: Y015
+
+@_typing.final
+class Ticket(_message.Message):
+    """Leave to take or give the octets of this transfer once, seconds from now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port"""
+    token: _builtins.bytes
+    """names the offer"""
+    key: _builtins.bytes
+    """proves possession and, when sealed, encrypts"""
+    sealed: _builtins.bool
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """octets of each message that moves"""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        key: _builtins.bytes = ...,
+        sealed: _builtins.bool = ...,
+        frames: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "frames", b"frames", "key", b"key", "sealed", b"sealed", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class ShmExtent(_message.Message):

@@ -7,6 +7,7 @@ other. A search is a bisection; keeping the free list sorted moves 8 octets per 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from typing import Final
 
 ALIGN: Final = 4096
@@ -29,11 +30,6 @@ class Allocator:
         self._by_size: list[tuple[int, int]] = []  # (size, offset), ascending
         if self.capacity:
             self._add_free(0, self.capacity)
-
-    @property
-    def free_octets(self) -> int:
-        """Octets not handed out, contiguous or not."""
-        return self.capacity - self.used_octets
 
     def allocate(self, octets: int) -> int | None:
         """Offset of an extent that holds `octets` >= 1, the lowest of the best fitting; None: no such room."""
@@ -63,6 +59,24 @@ class Allocator:
         if after is not None:
             size += self._remove_free(offset + size, after)
         self._add_free(offset, size)
+
+    def hole(self, offsets: Iterable[int], octets: int) -> tuple[int, int] | None:
+        """The first hole, as (begin, end), with room for `octets` if these extents were freed in turn.
+
+        None: there would be none after all of them. Changes nothing.
+        """
+        size = rounded(octets)
+        # Holes that have grown, over those that are there; a boundary inside a hole is never asked for again.
+        begins: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for offset in offsets:
+            end = offset + self._taken[offset]
+            begin = ends.get(offset, self._free_end.get(offset, offset))
+            end = begins.get(end, end + self._free_at.get(end, 0))
+            if end - begin >= size:
+                return begin, end
+            begins[begin], ends[end] = end, begin
+        return None
 
     def _add_free(self, offset: int, size: int) -> None:
         self._free_at[offset] = size

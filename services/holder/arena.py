@@ -69,6 +69,9 @@ class Arena:
 
 def _remove_stale(folder: Path, prefix: str) -> None:
     for path in folder.glob(f"{prefix}*"):
+        # In a folder for all, anybody can take our name: theirs we can neither open nor remove.
+        if path.lstat().st_uid != os.geteuid():
+            continue
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -32,8 +33,8 @@ class Block:
     """A stored block: its container lies at `offset` of the arena.
 
     `pins` are readers at work, `leases` cover it; either keeps its extent. `gone`: no longer found
-    by name, the extent goes when the last reader has finished. `published_until_ms`: the index lists
-    it until then, by the last grant; None before the first.
+    by name, the extent goes when the last reader has finished. `withdrawn`: the index is to list it
+    no more. `published_until_ms`: the index lists it until then, by the last grant; None before the first.
     """
 
     name: Name
@@ -42,6 +43,7 @@ class Block:
     pins: int = 0
     leases: int = 0
     gone: bool = False
+    withdrawn: bool = False
     published_until_ms: int | None = None
 
     @property
@@ -55,6 +57,31 @@ class Block:
         return rounded(self.octets)
 
 
+class Account:
+    """Octets of the arena under some blocks: whole extents, each once, however often it is covered."""
+
+    def __init__(self) -> None:
+        self.octets = 0
+        self._covers: Counter[Block] = Counter()
+
+    def more(self, blocks: Iterable[Block]) -> int:
+        """Octets that these distinct blocks would add."""
+        return sum(block.extent_octets for block in blocks if block not in self._covers)
+
+    def add(self, block: Block) -> None:
+        """Cover a block once more."""
+        self._covers[block] += 1
+        if self._covers[block] == 1:
+            self.octets += block.extent_octets
+
+    def remove(self, block: Block) -> None:
+        """Cover a block once less."""
+        self._covers[block] -= 1
+        if not self._covers[block]:
+            del self._covers[block]
+            self.octets -= block.extent_octets
+
+
 class EvictionPolicy(Protocol):
     """Orders the blocks that may be evicted; the state adds and removes them, so none of these is in use."""
 
@@ -64,8 +91,8 @@ class EvictionPolicy(Protocol):
     def remove(self, block: Block) -> None:
         """The block may no longer be evicted, or is gone."""
 
-    def victim(self) -> Block | None:
-        """What to evict first."""
+    def order(self) -> Iterable[Block]:
+        """All of them, what to evict first first."""
 
 
 class Lru:
@@ -83,6 +110,6 @@ class Lru:
         """No longer a candidate."""
         del self._order[block]
 
-    def victim(self) -> Block | None:
-        """The least recently used."""
-        return next(iter(self._order), None)
+    def order(self) -> Iterable[Block]:
+        """The least recently used first."""
+        return self._order

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from kvsp.protocol import limits
-from kvsp.protocol.descriptor import Descriptor, compat_id
-from kvsp.protocol.descriptor import load as load_descriptor
-from kvsp.protocol.errors import KvspError
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.rpc.config import ConfigError, Peer, ServiceConfig
 
@@ -25,7 +20,8 @@ class HolderConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     `base_uri` is its public name; `arena_octets` in `arena_dir` are claimed at start; `index` is
     where it publishes, for `publish_ttl_ms` at a time; `descriptors` are files that say what blocks
     must look like, blocks of others are refused with `require_known_compat`; uploads without a digest
-    are with `require_put_digest`; `state_dir` keeps what must be withdrawn after a restart.
+    are with `require_put_digest`; `state_dir` keeps what must be withdrawn after a restart;
+    `bulk.NAME` configures and enables the transport NAME, such as "ucx", which says what it takes.
     """
 
     base_uri: str
@@ -37,6 +33,7 @@ class HolderConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     require_known_compat: bool = False
     require_put_digest: bool = False
     schemes: tuple[str, ...] = SCHEMES
+    bulk: dict[str, dict[str, Any]] = field(default_factory=dict)
     state_dir: str = ""
 
 
@@ -49,15 +46,3 @@ def check_identity(config: HolderConfig, policy: Policy) -> Identity:
     if identity is None or "holder" not in identity.roles or config.base_uri not in identity.base_uris:
         raise ConfigError(f"{config.policy}: {config.principal} is not the holder {config.base_uri}")
     return identity
-
-
-def load_descriptors(paths: Iterable[str]) -> dict[bytes, Descriptor]:
-    """Descriptor files by compat_id. Raises ConfigError."""
-    found: dict[bytes, Descriptor] = {}
-    for path in paths:
-        try:
-            descriptor = load_descriptor(Path(path).read_bytes())
-        except (OSError, KvspError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-        found[compat_id(descriptor)] = descriptor
-    return found

@@ -53,11 +53,13 @@ class Ingest:
             self._start()
 
     async def finish(self) -> Digested:
-        """Nothing more will arrive. Raises KvspError (400) when it is no whole container."""
+        """Nothing more will arrive. Raises KvspError: 400 when it is no whole container, 404 once stopped."""
         self._complete = True
         self._start()
         if self._pump is not None:
-            await self._pump
+            await asyncio.wait([self._pump])
+            if self._pump.cancelled():
+                raise KvspError(registry.NOT_FOUND, "the transfer has been given up")
         if self._error is not None:
             raise self._error
         self._digester.finish()

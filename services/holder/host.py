@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -17,19 +18,24 @@ from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.protocol.routes import Route
+from kvsp.rpc.clock import now_ms
+from kvsp.rpc.config import load_descriptors
 from services.holder import metrics
 from services.holder.arena import Arena
 from services.holder.blocks import Block, Name
-from services.holder.config import HolderConfig, check_identity, load_descriptors
+from services.holder.config import HolderConfig, check_identity
 from services.holder.hashing import Ingest, RangeDigests
 from services.holder.journal import Journal
 from services.holder.leases import Lease
-from services.holder.publisher import Publisher, now_ms
-from services.holder.state import Free, HolderState, Publish, Settled, Withdraw
+from services.holder.offers import Offers
+from services.holder.publisher import Publisher
+from services.holder.state import HolderState, Publish, Settled, Withdraw
 from services.holder.transfers import Pin, Reservation
 
 TICK_S: Final = 0.25
 WITHDRAW_S: Final = 2.0
+GOODBYE_S: Final = 2.0
+DRAIN_S: Final = 5.0
 
 
 class Host:
@@ -51,9 +57,16 @@ class Host:
         self._ranges = RangeDigests(self.arena.view, self._executor)
         self._ingests: dict[Reservation, Ingest] = {}
         self._outcomes: dict[Name, asyncio.Event] = {}
+        self.offers = Offers(config.bulk, self.arena.view)
+        self.draining = asyncio.Event()
+        self._purges: dict[Block, asyncio.Task[None]] = {}
+        self._numbers = count(1)
+        self._streams: set[int] = set()
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
         self.publisher = Publisher(
             index, config.principal, config.base_uri, config.publish_ttl_ms, self._journal,
-            held=self.state.store.all, holds_key=lambda key: bool(self.state.store.of_key(key)),
+            held=self.state.store.all, listed=self.state.store.listed,
             published=self.state.published, refused=lambda block: self.state.refused(block, now_ms()),
         )  # fmt: skip
         metrics.ARENA_OCTETS.set(config.arena_octets)
@@ -64,20 +77,45 @@ class Host:
         """Everything that depends on time alone."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.state.tick(now_ms())
+            for reservation in self.state.tick(now_ms()):
+                self._stop(reservation)
             self.carry_out()
             metrics.ARENA_USED_OCTETS.set(self.state.store.used_octets)
             metrics.BLOCKS.set(len(self.state.store))
             metrics.LEASES.set(len(self.state.leases))
 
-    async def withdraw_all(self, within_s: float) -> None:
-        """A holder that stops loses its blocks: tell the index while there is time."""
-        for block in list(self.state.store.all()):
-            self.state.drop(block)
+    async def drain(self) -> None:
+        """Prepare to stop: withdraw everything while it can still be read (R-086), then end the control streams.
+
+        Waits for the transfers that are open, but for nobody longer than a bound.
+        """
+        self.state.drain()
         self.carry_out()
         with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(GOODBYE_S):
                 await self.publisher.flushed()
+        self.draining.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._no_streams.wait()
+
+    @contextmanager
+    def control_stream(self) -> Iterator[int]:
+        """Around a control stream: its number. Everything that its peer had open is dropped at the end."""
+        stream = next(self._numbers)
+        self._streams.add(stream)
+        self._no_streams.clear()
+        try:
+            yield stream
+        finally:
+            for transfer in self.state.of_stream(stream):
+                self.offers.revoke(transfer)
+            for reservation in self.state.end_stream(stream):
+                self._stop(reservation)
+            self.carry_out()
+            self._streams.discard(stream)
+            if not self._streams:
+                self._no_streams.set()
 
     def close(self) -> None:
         """Give everything back that outlives the process."""
@@ -97,8 +135,6 @@ class Host:
                     outcome = self._outcomes.pop(name, None)
                     if outcome is not None:
                         outcome.set()
-                case Free():
-                    pass  # the arena is memory that the state has already given to others
 
     def authorize(self, identity: Identity, route: Route, scope_id: bytes) -> None:
         """May the caller use the scope, and may this holder serve it at all (R-158, R-211)?"""
@@ -108,7 +144,7 @@ class Host:
     def scheme(self, offered: Iterable[str], *, same_host: bool) -> str:
         """The first of the peer's schemes that this holder has. Raises KvspError (503)."""
         for scheme in offered:
-            if scheme in self.config.schemes and (same_host or scheme != "shm"):
+            if scheme in self.offers or (scheme in self.config.schemes and (same_host or scheme != "shm")):
                 return scheme
         raise KvspError(registry.UNAVAILABLE, "no transport in common")
 
@@ -123,7 +159,10 @@ class Host:
         codec: int | None,
     ) -> tuple[Pin, bytes, bytes]:
         """A pin, the encoded header of what it covers, and the SHA-256 of header and payload."""
-        pin = self.state.open(stream, identity.uri, name, now_ms(), layers=layers, codec=codec)
+        self._check_open()
+        if (block := self.state.store.get(name)) in self._purges:
+            await self._purge(block)  # who finds it gone here finds it nowhere (R-143)
+        pin = self.state.open(stream, identity, name, now_ms(), layers=layers, codec=codec)
         try:
             header = pin.header.encode()
             sha256 = await self._ranges.sha256(pin, header)
@@ -133,8 +172,8 @@ class Host:
         if sha256 is None:
             # At rest, corruption is a miss: withdraw, drop, 404, so that the client falls through (U-27).
             metrics.DIGEST_FAILURES.labels("at_rest").inc()
-            self.state.drop(pin.block)
             self.close_pin(pin)
+            await self._purge(pin.block)
             raise KvspError(registry.NOT_FOUND, "no such block")
         return pin, header, sha256
 
@@ -148,6 +187,7 @@ class Host:
 
     def close_transfer(self, stream: int, transfer: int) -> None:
         """Drop a pin of a stream, by number."""
+        self._revoke(stream, transfer)
         self.state.close(stream, transfer)
         self.carry_out()
 
@@ -163,22 +203,38 @@ class Host:
         self, stream: int, identity: Identity, name: Name, length: int, *, shared: bool
     ) -> Reservation:
         """Room to write. Waits while another writes the same block, at most until that one's deadline."""
-        while True:
+        reservation = self._try_reserve(stream, identity, name, length, shared=shared)
+        if reservation is None:
+            until_ms = self.state.writer_until_ms(name) or now_ms()
             try:
-                reservation = self.state.reserve(stream, identity.uri, name, length, now_ms())
-            except KvspError as error:
-                if error.problem is registry.UNAVAILABLE:
-                    metrics.NO_ROOM.inc()
-                raise
-            finally:
-                self._count_evictions()
-                self.carry_out()
-            if reservation is not None:
-                break
-            await self._outcomes.setdefault(name, asyncio.Event()).wait()
+                # Lapses are seen at the next tick.
+                async with asyncio.timeout((until_ms - now_ms()) / 1000 + 2 * TICK_S):
+                    while reservation is None:
+                        await self._outcomes.setdefault(name, asyncio.Event()).wait()
+                        reservation = self._try_reserve(stream, identity, name, length, shared=shared)
+            except TimeoutError:
+                raise KvspError(registry.UNAVAILABLE, "others are writing this block", retry_after_s=1) from None
         extent = self.arena.view[reservation.offset : reservation.offset + length]
         self._ingests[reservation] = Ingest(extent, self._executor, shared=shared)
         return reservation
+
+    def _try_reserve(
+        self, stream: int, identity: Identity, name: Name, length: int, *, shared: bool
+    ) -> Reservation | None:
+        self._check_open()
+        try:
+            return self.state.reserve(stream, identity, name, length, now_ms(), shared=shared)
+        except KvspError as error:
+            if error.problem is registry.UNAVAILABLE:
+                metrics.NO_ROOM.inc()
+            raise
+        finally:
+            self._count_evictions()
+            self.carry_out()
+
+    def _check_open(self) -> None:
+        if self.draining.is_set():
+            raise KvspError(registry.UNAVAILABLE, "the holder is stopping", retry_after_s=1)
 
     def write(self, reservation: Reservation, octets: bytes) -> None:
         """Append octets. Raises KvspError (400) when there is no room for as many."""
@@ -197,12 +253,19 @@ class Host:
         if ingest.shared:
             ingest.advance(octets)
 
+    def arrived(self, reservation: Reservation, octets: int) -> None:
+        """A transport of its own has put octets [0, octets) in place."""
+        ingest = self._ingests.get(reservation)
+        if ingest is not None:
+            ingest.advance(octets)
+
     async def commit(self, reservation: Reservation, declared: list[tuple[str, bytes]]) -> Block:
         """Check the container and make it visible. On any failure nothing is stored and the room is free."""
         ingest = self._ingests[reservation]
         try:
             if self.config.require_put_digest and not declared:
                 raise bad_request("this holder takes no block without Repr-Digest")
+            self.offers.revoke(reservation.id)
             if ingest.shared:
                 ingest.advance(reservation.length)
             digested = await ingest.finish()
@@ -221,16 +284,15 @@ class Host:
 
     def abort(self, stream: int, transfer: int) -> None:
         """Give room back."""
+        self._revoke(stream, transfer)
         reservation = self.state.abort(stream, transfer)
         if reservation is not None:
             self._stop(reservation)
         self.carry_out()
 
-    def end_stream(self, stream: int) -> None:
-        """The peer is gone: everything that it had open is dropped."""
-        for reservation in self.state.end_stream(stream):
-            self._stop(reservation)
-        self.carry_out()
+    def _revoke(self, stream: int, transfer: int) -> None:
+        if transfer in self.state.of_stream(stream):
+            self.offers.revoke(transfer)
 
     def _stop(self, reservation: Reservation) -> None:
         ingest = self._ingests.pop(reservation, None)
@@ -258,16 +320,29 @@ class Host:
             return self.state.leases.renew(lease_id, identity, ttl_ms, now_ms())
 
     async def purge(self, name: Name) -> None:
-        """Withdraw a block and then drop it, leased or not. A silent index is not waited for long."""
+        """Withdraw a block and then drop it, leased or not. Raises KvspError (kvsp-not-found)."""
         block = self.state.store.get(name)
-        if block is not None:
-            # "A holder that must evict leased data ... MUST first withdraw the affected replica records." (R-143)
-            self.publisher.withdraw(block)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(WITHDRAW_S):
-                    await self.publisher.settled(name.block_key)
-        self.state.purge(name)
+        if block is None:
+            raise KvspError(registry.NOT_FOUND, "no such block")
+        await self._purge(block)
+
+    async def _purge(self, block: Block) -> None:
+        """All who want the block gone or find it going wait for one purge, which goes on when they do not."""
+        task = self._purges.get(block)
+        if task is None:
+            task = self._purges[block] = asyncio.create_task(self._withdraw_and_drop(block))
+        await asyncio.shield(task)
+
+    async def _withdraw_and_drop(self, block: Block) -> None:
+        # "A holder that must evict leased data ... MUST first withdraw the affected replica records." (R-143)
+        self.state.withdraw(block)
         self.carry_out()
+        with suppress(TimeoutError):  # a silent index is not waited for long
+            async with asyncio.timeout(WITHDRAW_S):
+                await self.publisher.settled(block.name.block_key)
+        self.state.drop(block)
+        self.carry_out()
+        del self._purges[block]
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.policy import Identity, Quotas
-from services.holder.blocks import Block
+from services.holder.blocks import Account, Block
 from services.holder.timers import Timers
 
 
@@ -23,30 +22,22 @@ class Lease:
     expires_ms: int
 
 
-@dataclass(slots=True)
-class _Account:
-    """What one identity has leased. Octets count each distinct block once."""
+class _Account(Account):
+    """What one identity has leased."""
 
-    octets: int = 0
-    covers: Counter[Block] = field(default_factory=Counter)
-    leases: set[Lease] = field(default_factory=set)
-
-    def add(self, block: Block) -> None:
-        self.covers[block] += 1
-        if self.covers[block] == 1:
-            self.octets += block.octets
-
-    def remove(self, block: Block) -> None:
-        self.covers[block] -= 1
-        if not self.covers[block]:
-            del self.covers[block]
-            self.octets -= block.octets
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: set[Lease] = set()
 
 
 class Leases:
-    """Accounts are by identity, not by connection. Keeps `Block.leases`; what lapses is returned to the caller."""
+    """Accounts are by identity, not by connection. Keeps `Block.leases`; what lapses is returned to the caller.
 
-    def __init__(self) -> None:
+    Whatever its quota, no identity leases more than `octets_max`.
+    """
+
+    def __init__(self, octets_max: int) -> None:
+        self._octets_max = octets_max
         self._leases: dict[str, Lease] = {}
         self._accounts: dict[str, _Account] = {}
         self._expiry: Timers[Lease] = Timers()
@@ -63,8 +54,7 @@ class Leases:
         _check_ttl(identity.quotas, ttl_ms)
         if len(account.leases) >= identity.quotas.leases:
             raise KvspError(registry.LEASE_QUOTA, "too many leases")
-        more = sum(block.octets for block in wanted if block not in account.covers)
-        if account.octets + more > identity.quotas.leased_octets:
+        if account.octets + account.more(wanted) > min(identity.quotas.leased_octets, self._octets_max):
             retry = min((lease.expires_ms for lease in account.leases), default=None)
             retry_after_s = None if retry is None else max(1, -(-(retry - now_ms) // 1000))
             raise KvspError(registry.LEASE_QUOTA, "too many leased octets", retry_after_s=retry_after_s)
@@ -109,7 +99,7 @@ class Leases:
         return self._expiry.next_ms()
 
     def octets(self, owner: str) -> int:
-        """Octets that an identity has leased."""
+        """Octets of the arena that an identity has leased."""
         account = self._accounts.get(owner)
         return 0 if account is None else account.octets
 

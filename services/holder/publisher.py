@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -12,9 +11,11 @@ from typing import Final
 import grpc
 import structlog
 
+from kvsp.protocol import registry
 from kvsp.protocol.digests import format_digest, replica_digest
 from kvsp.protocol.names import party_id
 from kvsp.protocol.records import ReplicaRecord, Residency
+from kvsp.rpc.clock import now_ms
 from kvsp.rpc.convert import replica_to_message
 from kvsp.rpc.errors import from_message, from_rpc_error
 from kvsp.rpc.identity import speak_for
@@ -39,11 +40,6 @@ class _Item:
     sent_ms: int
 
 
-def now_ms() -> int:
-    """Milliseconds of a clock that never goes back."""
-    return time.monotonic_ns() // 1_000_000
-
-
 def replica_record(block: Block, base_uri: str, ttl_ms: int) -> ReplicaRecord:
     """The record of a block in the arena. `size` is payload octets (U-26)."""
     digested = block.digested
@@ -65,8 +61,8 @@ class Publisher:
     """Tells the index. Only the newest intention for a key is kept, so what waits is bounded by the blocks.
 
     A new stream may mean a new index, which knows nothing: then everything is published again, at
-    the pace at which it answers. `held()` lists all blocks, `holds_key` finds one; `published(block,
-    granted_ms, sent_ms)` and `refused(block)` are told the outcome.
+    the pace at which it answers. `held()` are all blocks, `listed(block_key)` is the one to be listed
+    under a key; `published(block, granted_ms, sent_ms)` and `refused(block)` are told the outcome.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class Publisher:
         journal: Journal,
         *,
         held: Callable[[], Iterable[Block]],
-        holds_key: Callable[[bytes], bool],
+        listed: Callable[[bytes], Block | None],
         published: Callable[[Block, int, int], None],
         refused: Callable[[Block], None],
     ) -> None:
@@ -88,7 +84,7 @@ class Publisher:
         self._ttl_ms = ttl_ms
         self._journal = journal
         self._held = held
-        self._holds_key = holds_key
+        self._listed = listed
         self._published = published
         self._refused = refused
         self._wanted: dict[bytes, Block | None] = {}
@@ -152,9 +148,10 @@ class Publisher:
 
     def _open_stream(self) -> grpc.aio.StreamStreamCall[index_pb2.PublishRequest, index_pb2.PublishReply]:
         for block in self._held():
-            self._wanted.setdefault(block.name.block_key, block)
+            if self._listed(block.name.block_key) is block:
+                self._wanted.setdefault(block.name.block_key, block)
         for item in self._in_flight.values():
-            if not self._holds_key(item.block_key):
+            if self._listed(item.block_key) is None:
                 self._wanted.setdefault(item.block_key, None)
         self._in_flight = {}
         self._wake.set()  # lets the generator of the old stream end
@@ -198,12 +195,18 @@ class Publisher:
         # "withdrawer treats 404 as done" (U-12)
         elif status in (200, 404):
             metrics.PUBLICATIONS.labels("withdraw", "done").inc()
-            if not self._holds_key(item.block_key):
-                self._journal.forget(item.block_key)
+            self._withdrawn(item.block_key)
         else:
             metrics.PUBLICATIONS.labels("withdraw", "refused").inc()
             log.warning("withdrawal refused", status=status)
             asyncio.get_running_loop().call_later(RETRY_S, self._retry_withdrawal, item.block_key)
+
+    def _withdrawn(self, block_key: bytes) -> None:
+        block = self._listed(block_key)
+        if block is None:
+            self._journal.forget(block_key)
+        elif block_key not in self._wanted:  # another of the same key: its turn now (U-15)
+            self._want(block_key, block)
 
     def _put_answered(self, item: _Item, block: Block, granted_ms: int, status: int) -> None:
         if status == 200:
@@ -213,7 +216,15 @@ class Publisher:
             metrics.PUBLICATIONS.labels("put", "refused").inc()
             log.warning("publication refused", status=status)
             self._refused(block)
+            if status == registry.CONFLICT.status:
+                # Our record of that key has another name, of an earlier block: withdraw it first (U-13).
+                asyncio.get_running_loop().call_later(RETRY_S, self._replace, block)
+
+    def _replace(self, block: Block) -> None:
+        key = block.name.block_key
+        if self._listed(key) is block and key not in self._wanted:
+            self._want(key, None)
 
     def _retry_withdrawal(self, block_key: bytes) -> None:
-        if not self._holds_key(block_key) and block_key not in self._wanted:
+        if self._listed(block_key) is None and block_key not in self._wanted:
             self._want(block_key, None)

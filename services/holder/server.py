@@ -6,30 +6,31 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import structlog
 
+from kvsp.bulk.control import refuse_all
+from kvsp.bulk.links import local_socket
 from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.rpc import server
 from kvsp.rpc.authority import Authority
 from kvsp.rpc.channel import open_channel
+from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_policy
 from kvsp.rpc.convert import split_keys
-from kvsp.rpc.errors import to_message
 from kvsp.rpc.identity import caller
+from kvsp.rpc.interceptors import frames
 from kvsp.v1 import common_pb2_grpc, holder_pb2, holder_pb2_grpc
 from services.holder.config import HolderConfig
 from services.holder.host import Host
-from services.holder.publisher import now_ms
+from services.holder.local import local_peers
 from services.holder.stream import TransferStream, name_of
 
-GOODBYE_S: Final = 2.0
 SERVICES: Final = ("kvsp.v1.Holder", "kvsp.v1.Authority")
 
 RENEW_LEASE: Final = access.find("PUT", "leases/{lease}")
@@ -45,7 +46,6 @@ class HolderService(holder_pb2_grpc.HolderServicer):
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._streams = count(1)
 
     def _caller(self, context: Context) -> Identity:
         return caller(context, self._host.policy)
@@ -55,12 +55,19 @@ class HolderService(holder_pb2_grpc.HolderServicer):
         self, request_iterator: AsyncIterator[holder_pb2.TransferRequest], context: Context
     ) -> None:
         """The kept control stream of one principal."""
+        writing = asyncio.Lock()  # gRPC takes one message of a stream at a time
+
+        async def send(reply: holder_pb2.TransferReply) -> None:
+            async with writing:
+                await context.write(reply)
+
         try:
             identity = self._caller(context)
         except KvspError as error:
-            await _refuse(request_iterator, context, error)
+            await server.run_until(refuse_all(request_iterator, send, error), self._host.draining.wait())
         else:
-            await TransferStream(self._host, identity, next(self._streams), context).serve(request_iterator)
+            same_host = context.peer().startswith("unix:")
+            await TransferStream(self._host, identity, send, same_host=same_host).serve(request_iterator)
 
     async def ReadBlock(  # noqa: N802
         self, request: holder_pb2.ReadBlockRequest, context: Context
@@ -129,15 +136,6 @@ class HolderService(holder_pb2_grpc.HolderServicer):
         return holder_pb2.PurgeBlockReply()
 
 
-async def _refuse(requests: AsyncIterator[holder_pb2.TransferRequest], context: Context, error: KvspError) -> None:
-    """Answer every request with the error.
-
-    Ending the call instead would race with the peer's first write, which then fails without the reason.
-    """
-    async for request in requests:
-        await context.write(holder_pb2.TransferReply(id=request.id, problem=to_message(error)))
-
-
 def _check_ttl(ttl_ms: int) -> None:
     if not 0 < ttl_ms <= limits.INT_MAX:
         raise bad_request("ttl_ms out of bounds")
@@ -158,6 +156,11 @@ async def hosted(config: HolderConfig, policy: Policy) -> AsyncIterator[Host]:
         raise ConfigError(f"index: {error}") from None
     async with channel as index:
         host = Host(config, policy, index)
+        try:
+            await host.offers.start()
+        except ConfigError:
+            host.close()
+            raise
         tasks = [asyncio.create_task(host.run_timers()), asyncio.create_task(host.publisher.run())]
         for task in tasks:
             task.add_done_callback(_stop_if_failed)
@@ -167,30 +170,26 @@ async def hosted(config: HolderConfig, policy: Policy) -> AsyncIterator[Host]:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await host.offers.close()
             host.close()
 
 
 def _stop_if_failed(task: asyncio.Task[None]) -> None:
     """A holder without its timers or its publisher only seems to work: stop, and be started again."""
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("background task failed", exc_info=task.exception())
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("background task failed", kind=type(error).__name__, where=frames(error))
         signal.raise_signal(signal.SIGTERM)
 
 
 async def serve(config: HolderConfig) -> None:
     """Run the holder until a signal. Raises ConfigError."""
     policy = load_policy(config.policy)
-    grpc_server = server.make_server(config, SERVICES)  # first: refuses when this holder already runs
-    async with hosted(config, policy) as host:
-        register(grpc_server, host)
-        await server.serve(grpc_server)
-        await host.withdraw_all(GOODBYE_S)
+    made = server.make_server(config, SERVICES)  # first: refuses when this holder already runs
+    async with hosted(config, policy) as host, local_peers(host, local_socket(config.listen)):
+        register(made.grpc, host)
+        await server.serve(made, host.drain)
 
 
 def run(config: Path) -> int:
     """`kvspd serve holder`. Returns the exit code; an unusable config is one line on stderr."""
-    try:
-        loaded = load(config, HolderConfig)
-    except ConfigError as error:
-        return server.refuse(error)
-    return server.run(lambda: serve(loaded), loaded)
+    return server.run(config, lambda path: load(path, HolderConfig), serve)

@@ -38,20 +38,13 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """The extent of the block has been given back."""
-
-    block: Block
-
-
-@dataclass(frozen=True, slots=True)
 class Settled:
     """Nobody writes this block any more: who waits for the outcome may ask again."""
 
     name: Name
 
 
-Instruction = Publish | Withdraw | Free | Settled
+Instruction = Publish | Withdraw | Settled
 
 
 class HolderState:
@@ -71,8 +64,10 @@ class HolderState:
         require_known_compat: bool = False,
         eviction: EvictionPolicy | None = None,
     ) -> None:
-        self.leases = Leases()
+        # Leased blocks take room from everybody else: no client gets more than half (R-142).
+        self.leases = Leases(arena_octets // 2)
         self.store = Store(arena_octets, eviction or Lru())
+        self.draining = False
         self.evictions = 0
         self._publish_ttl_ms = publish_ttl_ms
         self._descriptors = descriptors or {}
@@ -98,16 +93,16 @@ class HolderState:
     def open(
         self,
         stream: int,
-        owner: str,
+        identity: Identity,
         name: Name,
         now_ms: int,
         *,
         layers: tuple[int, int] | None = None,
         codec: int | None = None,
     ) -> Pin:
-        """Pin a block, or layers first..last of it, for limits.PIN_DEADLINE_MS.
+        """Pin a block, or layers first..last of it, for as long as its octets may take (limits.transfer_ms).
 
-        Raises KvspError: kvsp-not-found (block, codec), kvsp-layers-unavailable.
+        Raises KvspError: kvsp-not-found (block, codec), kvsp-layers-unavailable, 429.
         """
         block = self.store.get(name)
         if block is None:
@@ -120,8 +115,10 @@ class HolderState:
         if layers is not None:
             offset += header.layer_span(layers[0])[0]
             header = header.select(*layers)
-        pin = Pin(self._transfers.next_id(), stream, owner, block, header, offset)
-        self._transfers.add(pin, now_ms + limits.PIN_DEADLINE_MS)
+        self._transfers.check_pin(identity, block)
+        deadline_ms = now_ms + limits.transfer_ms(header.total_octets)
+        pin = Pin(self._transfers.next_id(), stream, identity.uri, block, header, offset, deadline_ms)
+        self._transfers.add(pin)
         block.pins += 1
         self.store.hold(block)
         return pin
@@ -141,21 +138,32 @@ class HolderState:
 
     # --- writing ---
 
-    def reserve(self, stream: int, owner: str, name: Name, length: int, now_ms: int) -> Reservation | None:
-        """Room for a container of `length` octets, for limits.PIN_DEADLINE_MS.
+    def reserve(
+        self, stream: int, identity: Identity, name: Name, length: int, now_ms: int, *, shared: bool = False
+    ) -> Reservation | None:
+        """Room for a container of `length` octets, for as long as they may take (limits.transfer_ms).
 
-        None: another writes this block; ask again when it has Settled. Answering 412 before that
-        outcome would tell the second writer of a block that may never come to be. Raises KvspError:
-        412, 413, kvsp-incompatible, 503.
+        `shared`: the writer will put them there itself. None: another writes this block; ask again when
+        it has Settled. Answering 412 before that outcome would tell the second writer of a block that may
+        never come to be. Raises KvspError: 412, 413, kvsp-incompatible, 429, 503.
         """
         self.check_reserve(name, length)
         if name in self._writing:
             return None
+        self._transfers.check_reservation(identity, length)  # before anything is evicted on a mere promise (D4)
         offset = self._make_room(length, now_ms)
-        reservation = Reservation(self._transfers.next_id(), stream, owner, name, offset, length)
+        deadline_ms = now_ms + limits.transfer_ms(length)
+        reservation = Reservation(
+            self._transfers.next_id(), stream, identity.uri, name, offset, length, deadline_ms, shared
+        )
         self._writing[name] = reservation
-        self._transfers.add(reservation, now_ms + limits.PIN_DEADLINE_MS)
+        self._transfers.add(reservation)
         return reservation
+
+    def writer_until_ms(self, name: Name) -> int | None:
+        """When who writes this block has finished or given up at the latest; None: nobody does."""
+        reservation = self._writing.get(name)
+        return None if reservation is None else reservation.deadline_ms
 
     def check_reserve(self, name: Name, length: int) -> None:
         """All that can refuse a container of `length` octets (0: unknown yet) but want of room.
@@ -199,9 +207,14 @@ class HolderState:
         self.check(reservation, digested)
         self._transfers.remove(reservation)
         self._settle(reservation)
-        block = Block(reservation.name, reservation.offset, digested)
+        name = reservation.name
+        block = Block(name, reservation.offset, digested)
         self.store.add(block)
-        self._instructions.append(Publish(block))
+        if self.draining:
+            block.withdrawn = True
+        elif self.store.listed(name.block_key) is block:
+            # The index has one record for holder and key: that of the block that came first (U-13, U-15).
+            self._instructions.append(Publish(block))
         return block
 
     def abort(self, stream: int, transfer: int) -> Reservation | None:
@@ -223,6 +236,14 @@ class HolderState:
             if reservation is not None:
                 aborted.append(reservation)
         return aborted
+
+    def of_stream(self, stream: int) -> list[int]:
+        """Numbers of what the stream has open."""
+        return self._transfers.of_stream(stream)
+
+    def is_busy(self, stream: int) -> bool:
+        """Has the stream anything open?"""
+        return bool(self._transfers.of_stream(stream))
 
     # --- leases ---
 
@@ -272,23 +293,38 @@ class HolderState:
 
     # --- time, publication, removal ---
 
-    def tick(self, now_ms: int) -> None:
-        """Let lapse what has run out, and refresh records that are due."""
+    def tick(self, now_ms: int) -> list[Reservation]:
+        """Let lapse what has run out, and refresh records that are due. Returns reservations that have ended."""
         self.expire_leases(now_ms)
-        for transfer in self._transfers.due(now_ms):
-            self._lapse(transfer)
+        ended = [ended for transfer in self._transfers.due(now_ms) if (ended := self._lapse(transfer))]
         self._instructions += [Publish(block) for block in self._refresh.due(now_ms)]
+        return ended
 
     def published(self, block: Block, granted_ms: int, sent_ms: int) -> None:
         """The index lists the block for `granted_ms`, counted from no earlier than `sent_ms`."""
-        if not block.gone:
+        if not block.withdrawn:
             block.published_until_ms = sent_ms + granted_ms
             self._refresh.set(block, sent_ms + max(1, granted_ms // REFRESH_DIVISOR))
 
     def refused(self, block: Block, now_ms: int) -> None:
         """The index refused the record: try again when a refresh would be due."""
-        if not block.gone:
+        if not block.withdrawn:
             self._refresh.set(block, now_ms + self._publish_ttl_ms // REFRESH_DIVISOR)
+
+    def withdraw(self, block: Block) -> None:
+        """Out of the index; it is still found here until it is dropped."""
+        if not block.withdrawn:
+            was_listed = self.store.listed(block.name.block_key) is block
+            block.withdrawn = True
+            self._refresh.cancel(block)
+            if was_listed:
+                self._instructions.append(Withdraw(block))
+
+    def drain(self) -> None:
+        """Withdraw everything, and list nothing any more; what is held can still be read."""
+        self.draining = True
+        for block in self.store.all():
+            self.withdraw(block)
 
     def drop(self, block: Block) -> None:
         """Withdraw a block and let it go, leased or not: purged by an operator (D11) or corrupt (U-27, R-143)."""
@@ -299,29 +335,21 @@ class HolderState:
             self.store.let_go(block)
         self._remove(block)
 
-    def purge(self, name: Name) -> None:
-        """`drop` by name. Raises KvspError (kvsp-not-found)."""
-        block = self.store.get(name)
-        if block is None:
-            raise KvspError(registry.NOT_FOUND, "no such block")
-        self.drop(block)
-
     def _remove(self, block: Block) -> None:
         """Out of the index first, then out of here; the extent goes with the last reader (R-086, R-143)."""
-        self._instructions.append(Withdraw(block))
-        self._refresh.cancel(block)
-        if self.store.remove(block):
-            self._instructions.append(Free(block))
+        self.withdraw(block)
+        self.store.remove(block)
 
     def _make_room(self, length: int, now_ms: int) -> int:
         """An extent, evicting what may go. Raises KvspError (503)."""
         self.expire_leases(now_ms)
         while (offset := self.store.allocate(length)) is None:
-            victim = self.store.victim(length)
-            if victim is None:
+            victims = self.store.victims(length)
+            if victims is None:
                 raise KvspError(registry.UNAVAILABLE, "no room", retry_after_s=self._retry_after_s(now_ms))
-            self._remove(victim)
-            self.evictions += 1
+            for victim in victims:
+                self._remove(victim)
+            self.evictions += len(victims)
         return offset
 
     def _retry_after_s(self, now_ms: int) -> int:
@@ -331,8 +359,7 @@ class HolderState:
 
     def _let_go(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            if self.store.let_go(block):
-                self._instructions.append(Free(block))
+            self.store.let_go(block)
 
     # --- ends of transfers ---
 
@@ -346,9 +373,12 @@ class HolderState:
             del self._writing[reservation.name]
             self._instructions.append(Settled(reservation.name))
 
-    def _lapse(self, transfer: Pin | Reservation) -> None:
+    def _lapse(self, transfer: Pin | Reservation) -> Reservation | None:
         if isinstance(transfer, Pin):
             self._unpin(transfer)
-        else:
-            self._settle(transfer)
-            transfer.lapsed = True
+            return None
+        if not transfer.shared:  # octets come through us, and no more are taken
+            return self.abort(transfer.stream, transfer.id)
+        self._settle(transfer)
+        transfer.lapsed = True
+        return None

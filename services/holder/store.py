@@ -1,9 +1,9 @@
-"""Which blocks lie where, which may be evicted, and how much that would free. Pure."""
+"""Which blocks lie where, and which to evict for room. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from services.holder.allocator import Allocator
 from services.holder.blocks import Block, EvictionPolicy, Name
@@ -19,9 +19,8 @@ class Store:
     def __init__(self, arena_octets: int, eviction: EvictionPolicy) -> None:
         self._allocator = Allocator(arena_octets)
         self._eviction = eviction
-        self._evictable_octets = 0
         self._blocks: dict[Name, Block] = {}
-        self._by_key: defaultdict[bytes, set[Block]] = defaultdict(set)
+        self._by_key: defaultdict[bytes, dict[Block, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -44,12 +43,19 @@ class Store:
         return self._blocks.get(name)
 
     def all(self) -> Collection[Block]:
-        """Every block that is found by name."""
+        """Every block that is found by name, in the order of their arrival."""
         return self._blocks.values()
 
     def of_key(self, block_key: bytes) -> Collection[Block]:
-        """Blocks that share a key: more than one only when some were stored under a wrong name (U-15)."""
-        return self._by_key.get(block_key, ())
+        """Blocks that share a key, in the order of their arrival.
+
+        More than one only when some were stored under a wrong name (U-15).
+        """
+        return self._by_key.get(block_key, {}).keys()
+
+    def listed(self, block_key: bytes) -> Block | None:
+        """The block that the index is to list under a key: it has one record for holder and key (U-13)."""
+        return next((block for block in self._by_key.get(block_key, ()) if not block.withdrawn), None)
 
     def allocate(self, octets: int) -> int | None:
         """Offset of a fresh extent; None: no room."""
@@ -59,48 +65,59 @@ class Store:
         """Give an extent back that never became a block."""
         self._allocator.free(offset)
 
-    def victim(self, octets: int) -> Block | None:
-        """What to evict next for an extent of `octets`; None: nothing, or all of it would not be enough."""
-        if self._evictable_octets + self._allocator.free_octets < octets:
+    def victims(self, octets: int) -> list[Block] | None:
+        """Neighbours whose eviction makes an extent of `octets`; None: no eviction would.
+
+        Of all such the ones of which the last to be evicted would be evicted first; no block is evicted
+        that does not help.
+        """
+        passed: dict[int, Block] = {}
+
+        def offsets() -> Iterator[int]:
+            for block in self._eviction.order():
+                passed[block.offset] = block
+                yield block.offset
+
+        hole = self._allocator.hole(offsets(), octets)
+        if hole is None:
             return None
-        return self._eviction.victim()
+        begin, end = hole
+        inside = [passed[offset] for offset in sorted(passed) if begin <= offset < end]
+        while end - (inside[0].offset + inside[0].extent_octets) >= octets:
+            begin = inside[0].offset + inside.pop(0).extent_octets
+        while inside[-1].offset - begin >= octets:
+            end = inside.pop().offset
+        return inside
 
     def add(self, block: Block) -> None:
         """A new block, in an extent allocated before."""
         self._blocks[block.name] = block
-        self._by_key[block.name.block_key].add(block)
+        self._by_key[block.name.block_key][block] = None
         self.let_go(block)
 
-    def remove(self, block: Block) -> bool:
-        """No longer found by name. True: its extent is free; False: it will be with the last reader."""
+    def remove(self, block: Block) -> None:
+        """No longer found by name; its extent is free, or will be with the last reader."""
         block.gone = True
         del self._blocks[block.name]
         same_key = self._by_key[block.name.block_key]
-        same_key.remove(block)
+        del same_key[block]
         if not same_key:
             del self._by_key[block.name.block_key]
         if block.pins:
-            return False
-        self._protect(block)
+            return
+        self._eviction.remove(block)
         self._allocator.free(block.offset)
-        return True
 
     def hold(self, block: Block) -> None:
         """The block has gained a pin or a lease."""
         if block.pins + block.leases == 1:
-            self._protect(block)
+            self._eviction.remove(block)
 
-    def let_go(self, block: Block) -> bool:
-        """The block has lost its last pin or its last lease. True: it was gone and its extent is free now."""
+    def let_go(self, block: Block) -> None:
+        """The block has lost a pin or a lease: without any it may be evicted, or is freed when it is gone."""
         if block.pins or block.leases:
-            return False
+            return
         if block.gone:
             self._allocator.free(block.offset)
-            return True
-        self._eviction.add(block)
-        self._evictable_octets += block.extent_octets
-        return False
-
-    def _protect(self, block: Block) -> None:
-        self._eviction.remove(block)
-        self._evictable_octets -= block.extent_octets
+        else:
+            self._eviction.add(block)

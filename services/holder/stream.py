@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-import grpc
 import structlog
 
-from kvsp.protocol import access, limits, registry
+from kvsp.bulk.source import Ticket
+from kvsp.protocol import access, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.names import HEX16_CHARS, HEX32_CHARS
 from kvsp.protocol.policy import Identity
+from kvsp.rpc.clock import now_ms
 from kvsp.rpc.errors import to_message
+from kvsp.rpc.interceptors import frames
+from kvsp.rpc.server import run_until
 from kvsp.v1 import common_pb2, holder_pb2
 from services.holder import metrics
 from services.holder.blocks import Name
 from services.holder.host import Host
+from services.holder.transfers import Pin, Reservation
 
 IN_PROGRESS_MAX: Final = 1024
 """Requests of one stream that may await their answer; more are refused, but for commits, which others
@@ -35,40 +40,50 @@ def name_of(message: common_pb2.BlockName) -> Name:
     return Name(message.compat_id, message.scope_id, message.block_key)
 
 
-class TransferStream:
-    """Serves the requests of one principal. `number` is this stream's in the state."""
+Send = Callable[[holder_pb2.TransferReply], Awaitable[None]]
 
-    def __init__(
-        self, host: Host, identity: Identity, number: int, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+
+class TransferStream:
+    """Serves the requests of one principal, replies through `send`."""
+
+    def __init__(self, host: Host, identity: Identity, send: Send, *, same_host: bool) -> None:
         self._host = host
         self._identity = identity
-        self._number = number
-        self._context = context
-        self._same_host = context.peer().startswith("unix:")
-        self._writing = asyncio.Lock()  # gRPC takes one message of a stream at a time
+        self._send = send
+        self._same_host = same_host
         self._tasks: set[asyncio.Task[None]] = set()
+        self._progress = asyncio.Event()
 
     async def serve(self, requests: AsyncIterator[holder_pb2.TransferRequest]) -> None:
-        """Until the peer ends the stream or is gone."""
-        try:
-            async for request in requests:
-                if self._note(request):
-                    continue
-                if len(self._tasks) >= IN_PROGRESS_MAX and not request.HasField("commit"):
-                    busy = KvspError(registry.UNAVAILABLE, "too many requests at once", retry_after_s=1)
-                    await self._send(holder_pb2.TransferReply(id=request.id, problem=to_message(busy)))
-                    continue
-                task = asyncio.create_task(self._answer(request))
-                self._tasks.add(task)
-                task.add_done_callback(self._done)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            self._host.end_stream(self._number)
+        """Until the peer ends the stream or is gone, or the holder stops and the peer has nothing open here."""
+        with self._host.control_stream() as self._number:
+            try:
+                await run_until(self._read(requests), self._drained())
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+
+    async def _drained(self) -> None:
+        await self._host.draining.wait()
+        while self._tasks or self._host.state.is_busy(self._number):
+            self._progress.clear()
+            await self._progress.wait()
+
+    async def _read(self, requests: AsyncIterator[holder_pb2.TransferRequest]) -> None:
+        async for request in requests:
+            if self._note(request):
+                continue
+            if len(self._tasks) >= IN_PROGRESS_MAX and not request.HasField("commit"):
+                busy = KvspError(registry.UNAVAILABLE, "too many requests at once", retry_after_s=1)
+                await self._send(holder_pb2.TransferReply(id=request.id, problem=to_message(busy)))
+                continue
+            task = asyncio.create_task(self._answer(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._progress.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("reply not sent", kind=type(error).__name__)  # the peer is gone; `serve` cleans up
 
@@ -83,6 +98,7 @@ class TransferStream:
                 self._wrote(request.wrote)
             case _:
                 return False
+        self._progress.set()
         return True
 
     def _wrote(self, message: holder_pb2.WroteOctets) -> None:
@@ -106,13 +122,9 @@ class TransferStream:
         except KvspError as error:
             reply.problem.CopyFrom(to_message(error))
         except Exception as error:  # the boundary: nothing internal may leave
-            log.exception("unexpected", kind=type(error).__name__)
+            log.error("unexpected", kind=type(error).__name__, where=frames(error))
             reply.problem.CopyFrom(to_message(KvspError(registry.INTERNAL)))
         await self._send(reply)
-
-    async def _send(self, reply: holder_pb2.TransferReply) -> None:
-        async with self._writing:
-            await self._context.write(reply)
 
     async def _open(self, message: holder_pb2.OpenBlock) -> holder_pb2.OpenedBlock:
         name = name_of(message.name)
@@ -129,8 +141,10 @@ class TransferStream:
         )
         if message.pin:
             opened.transfer = pin.id
-            opened.deadline_ms = limits.PIN_DEADLINE_MS
+            opened.deadline_ms = _left_ms(pin)
             opened.location.CopyFrom(self._location(scheme, pin.offset, pin.header.payload_octets))
+            if scheme in self._host.offers:
+                opened.location.ticket.CopyFrom(_message(self._host.offers.read(scheme, pin, now_ms())))
             _count("out", scheme, pin.header.payload_octets)
         else:
             self._host.close_pin(pin)
@@ -147,11 +161,16 @@ class TransferStream:
             self._number, self._identity, name, message.length, shared=scheme == "shm"
         )
         _count("in", scheme, message.length)
-        return holder_pb2.ReservedBlock(
+        reserved = holder_pb2.ReservedBlock(
             transfer=reservation.id,
             location=self._location(scheme, reservation.offset, reservation.length),
-            deadline_ms=limits.PIN_DEADLINE_MS,
+            deadline_ms=_left_ms(reservation),
         )
+        if scheme in self._host.offers:
+            arrived = partial(self._host.arrived, reservation)
+            ticket = self._host.offers.write(scheme, reservation, arrived, now_ms())
+            reserved.location.ticket.CopyFrom(_message(ticket))
+        return reserved
 
     async def _commit(self, message: holder_pb2.CommitBlock) -> holder_pb2.CommittedBlock:
         reservation = self._host.state.reservation(message.transfer, self._identity.uri)
@@ -169,6 +188,17 @@ class TransferStream:
             location.shm.offset = offset
             location.shm.length = length
         return location
+
+
+def _left_ms(transfer: Pin | Reservation) -> int:
+    """The deadline counts from when the transfer began, which may be a while ago: a range was hashed meanwhile."""
+    return max(0, transfer.deadline_ms - now_ms())
+
+
+def _message(ticket: Ticket) -> holder_pb2.Ticket:
+    return holder_pb2.Ticket(
+        address=ticket.address, token=ticket.token, key=ticket.key, sealed=ticket.sealed, frames=ticket.frames
+    )
 
 
 def _count(direction: str, scheme: str, octets: int) -> None:

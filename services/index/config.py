@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from kvsp.protocol import descriptor, limits
-from kvsp.protocol.errors import KvspError
+from kvsp.protocol import limits
 from kvsp.rpc.config import ConfigError, ServiceConfig, load
 
 _SECRETS: Final = ("scope_key", "scope_keys", "key_file", "key_files")
@@ -42,18 +41,6 @@ def load_config(path: Path) -> IndexConfig:
     for secret in names.intersection(_SECRETS):
         raise ConfigError(f"{path}: {secret}: the index must never hold a scope key; remove it (R-025)")
     return load(path, IndexConfig)
-
-
-def load_block_tokens(paths: Iterable[str]) -> dict[bytes, int]:
-    """Tokens per block by compat_id, computed from the descriptors (R-018). Raises ConfigError."""
-    table = {}
-    for path in paths:
-        try:
-            loaded = descriptor.load(Path(path).read_bytes())
-        except (OSError, KvspError) as error:
-            raise ConfigError(f"descriptor {path}: {error}") from None
-        table[descriptor.compat_id(loaded)] = loaded.block_tokens
-    return table
 
 
 def _names(value: Any) -> Iterator[str]:

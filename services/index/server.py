@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +19,12 @@ from kvsp.protocol.policy import HOLDER_ROLES, Identity, Policy
 from kvsp.protocol.routes import PLACEMENT
 from kvsp.rpc import errors, server
 from kvsp.rpc.authority import Authority
-from kvsp.rpc.config import ConfigError, load_policy
+from kvsp.rpc.clock import now_ms
+from kvsp.rpc.config import ConfigError, load_descriptors, load_policy
 from kvsp.rpc.convert import replica_from_message, split_keys, status_from_message
 from kvsp.rpc.identity import caller
 from kvsp.v1 import common_pb2_grpc, index_pb2, index_pb2_grpc
-from services.index.config import IndexConfig, load_block_tokens, load_config
+from services.index.config import IndexConfig, load_config
 from services.index.metrics import TallyCollector
 from services.index.state import Found, IndexState, render_targets
 
@@ -37,17 +37,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()
 
 
-def monotonic_ms() -> int:
-    """The clock of the index: TTLs are durations, so no wall clock is involved (R-003)."""
-    return time.monotonic_ns() // 1_000_000
-
-
 class IndexServicer(index_pb2_grpc.IndexServicer):
     """proto/kvsp/v1/index.proto; the duties and errors of each method are stated there."""
 
     def __init__(
-        self, config: IndexConfig, policy: Policy, state: IndexState, now_ms: Callable[[], int] = monotonic_ms
+        self, config: IndexConfig, policy: Policy, state: IndexState, now_ms: Callable[[], int] = now_ms
     ) -> None:
+        self.draining = asyncio.Event()
         self.outbox = handoff.Outbox(config.listen)
         self._config = config
         self._policy = policy
@@ -67,7 +63,9 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
             pieces.append(await self._targets(found, request.targets))
         pieces.append(b"}")
         head = index_pb2.LookupHead(matched=found.matched, json_octets=sum(map(len, pieces)))
-        if request.same_host and head.json_octets >= handoff.OCTETS_MIN:
+        # A peer elsewhere may say so, but cannot open the file: it would only fill our memory.
+        same_host = request.same_host and context.peer().startswith("unix:")
+        if same_host and head.json_octets >= handoff.OCTETS_MIN:
             head.handoff = self._hand_over(pieces)
         yield index_pb2.LookupChunk(head=head)
         if not head.handoff:
@@ -86,24 +84,36 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         """Withdraw."""
         return self._withdraw(request, caller(context, self._policy))
 
-    async def Publish(  # noqa: N802
+    async def Publish(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[index_pb2.PublishRequest], context: Context
-    ) -> AsyncIterator[index_pb2.PublishReply]:
-        """A holder's kept stream."""
+    ) -> None:
+        """A holder's kept stream. Ended when the index stops; what was not answered the holder sends again."""
         identity = caller(context, self._policy)
-        async for item in request_iterator:
-            yield self._published(item, identity)
+
+        async def answer() -> None:
+            async for item in request_iterator:
+                await context.write(self._published(item, identity))
+
+        await server.run_until(answer(), self.draining.wait())
 
     async def Feed(  # noqa: N802
         self, request_iterator: AsyncIterator[Any], context: Context
     ) -> index_pb2.FeedReply:
         """The placement side's kept stream; a stale epoch is dropped, as the PC itself drops it (R-103)."""
         self._policy.require_role(caller(context, self._policy), PLACEMENT)
-        async for message in request_iterator:
-            status = status_from_message(message)
-            if not self._state.observe(status, self._now_ms()):
-                log.info("stale status dropped", instance=status.instance, epoch=status.epoch)
+
+        async def take() -> None:
+            async for message in request_iterator:
+                status = status_from_message(message)
+                if not self._state.observe(status, self._now_ms()):
+                    log.info("stale status dropped", instance=status.instance, epoch=status.epoch)
+
+        await server.run_until(take(), self.draining.wait())
         return index_pb2.FeedReply()
+
+    async def drain(self) -> None:
+        """End the kept streams: their peers come back to the index's successor."""
+        self.draining.set()
 
     def _admit(self, request: index_pb2.LookupRequest, identity: Identity) -> list[bytes]:
         """The keys, once role (403), bounds (413), syntax (400) and scope (403) are in order."""
@@ -209,7 +219,7 @@ async def _expire(state: IndexState, outbox: handoff.Outbox) -> None:
     """Free the memory of what has expired, also when nobody asks."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
-        state.table.expire(monotonic_ms())
+        state.table.expire(now_ms())
         outbox.sweep()
 
 
@@ -218,24 +228,19 @@ async def _main(config: IndexConfig) -> None:
     own = policy.identities.get(config.principal)
     if own is None or "index" not in own.roles:
         raise ConfigError(f"principal {config.principal}: not an index in {config.policy}")
-    state = IndexState(
-        replica_ttl_ms_max=config.replica_ttl_ms_max, block_tokens=load_block_tokens(config.descriptors)
-    )
+    block_tokens = {key: each.block_tokens for key, each in load_descriptors(config.descriptors).items()}
+    state = IndexState(replica_ttl_ms_max=config.replica_ttl_ms_max, block_tokens=block_tokens)
     prometheus_client.REGISTRY.register(TallyCollector(state.table.tallies))
-    grpc_server = server.make_server(config, SERVICES)
+    made = server.make_server(config, SERVICES)
     servicer = IndexServicer(config, policy, state)
-    register(grpc_server, servicer, policy)
+    register(made.grpc, servicer, policy)
     expiry = asyncio.create_task(_expire(state, servicer.outbox))
     try:
-        await server.serve(grpc_server)
+        await server.serve(made, servicer.drain)
     finally:
         expiry.cancel()
 
 
 def run(config: Path) -> int:
     """`kvspd serve index`. Returns the exit code; an unusable config is one line on stderr."""
-    try:
-        loaded = load_config(config)
-    except ConfigError as error:
-        return server.refuse(error)
-    return server.run(lambda: _main(loaded), loaded)
+    return server.run(config, load_config, _main)

@@ -22,9 +22,23 @@ from cryptography.x509.oid import NameOID
 
 from kvsp.client import Credentials
 from kvsp.protocol import container, digests
+from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.records import ReplicaRecord, Residency
 
 COMPAT = "c0" * 32
+GEOMETRY = Descriptor(
+    model="m",
+    model_digest="sha-256:" + "11" * 32,
+    tokenizer_digest="sha-256:" + "22" * 32,
+    layers=4,
+    kv_heads=8,
+    head_dim=512,
+    kv_dtype="bf16",
+    positional="rope",
+    block_tokens=16,
+    layout="kvsp-layout-1",
+)
+"""Of a block of four layers of 256 KiB."""
 SCOPE = "5c" * 16
 KEY = "4b" * 32
 LEASE = "01234567-89ab-4cde-8f01-23456789abcd"
@@ -128,6 +142,7 @@ class Peer:
     changed: threading.Condition = field(default_factory=threading.Condition)
     base: str = ""
     connections: int = 0
+    hang_up_next: bool = False
 
     def count(self, method: str) -> int:
         return sum(1 for name, _ in self.seen if name == method)
@@ -155,6 +170,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.peer.hang_up_next:
+            self.peer.hang_up_next, self.close_connection = False, True
+            self.connection.unwrap()
+            return
         path = self.path
         with self.peer.changed:
             self.peer.seen.append((self.command, path))
@@ -317,6 +336,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def other_layers(self, octets: bytes) -> None:
         self.honest(select(self.peer.octets, 0, 0))
+
+    def shifted(self, octets: bytes) -> None:
+        """The same payload, but the first K ends two octets earlier."""
+        header = container.parse_header(octets)
+        k, v = header.sections[0]
+        sections = ((k - 2, v + 2), *header.sections[1:])
+        self.reheaded(container.Header(header.codec, header.first_layer, header.token_count, sections), octets)
+
+    def retokened(self, octets: bytes) -> None:
+        """The same payload, said to be of twice the tokens."""
+        header = container.parse_header(octets)
+        tokens = 2 * header.token_count
+        self.reheaded(container.Header(header.codec, header.first_layer, tokens, header.sections), octets)
+
+    def reheaded(self, header: container.Header, octets: bytes) -> None:
+        self.honest(header.encode() + octets[header.header_octets :])
+
+    def overlong(self, octets: bytes) -> None:
+        """A well-formed container of the layers asked for, with more in each of them."""
+        header = container.parse_header(octets)
+        sections = tuple((k + 2, v) for k, v in header.sections)
+        longer = container.Header(header.codec, header.first_layer, header.token_count, sections)
+        self.honest(longer.encode() + bytes(longer.payload_octets))
 
     def coded(self, octets: bytes) -> None:
         self.block_head(octets, Content_Encoding="gzip")

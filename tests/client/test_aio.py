@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 import pytest
 
 from kvsp.bulk.source import SourceUnavailableError, Transfer, load_source
-from kvsp.client import AsyncClient, Credentials, Endpoints, Options
+from kvsp.client import AsyncClient, Credentials, Endpoints, Lease, Options
 from kvsp.client.source import HttpsEndpoint
-from kvsp.protocol import container
+from kvsp.protocol import container, registry
 from kvsp.protocol.errors import KvspError
 from tests.client.peers import COMPAT, KEY, LEASE, SCOPE, Peer, record_of
 
@@ -31,7 +32,9 @@ async def connect(credentials: Credentials) -> AsyncIterator[Callable[..., Async
 
 
 @pytest.mark.spec("R-155", "R-157", "U-12")
-async def test_every_call(serve: Serve, connect: Callable[..., AsyncClient], octets: bytes) -> None:
+async def test_every_call_does_what_the_synchronous_one_does(
+    serve: Serve, connect: Callable[..., AsyncClient], octets: bytes
+) -> None:
     index, holder = serve(), serve(octets=octets)
     record = record_of(holder.base, octets)
     index.replies |= {
@@ -58,7 +61,9 @@ async def test_every_call(serve: Serve, connect: Callable[..., AsyncClient], oct
     assert holder.seen[-1][0] == "DELETE"
 
 
-async def test_many_at_once(serve: Serve, connect: Callable[..., AsyncClient], octets: bytes) -> None:
+async def test_many_at_once_share_the_connections_of_the_pool(
+    serve: Serve, connect: Callable[..., AsyncClient], octets: bytes
+) -> None:
     holder = serve(octets=octets)
     client = connect(None, holder)
     record = record_of(holder.base, octets)
@@ -82,7 +87,7 @@ async def test_cancelling_stops_the_transfer(
     assert room == before
 
 
-async def test_cancelling_while_waiting_for_a_layer(
+async def test_cancelling_while_waiting_for_a_layer_stops_the_transfer(
     serve: Serve, connect: Callable[..., AsyncClient], octets: bytes
 ) -> None:
     holder = serve("gated", octets)
@@ -118,8 +123,60 @@ async def test_calls_that_wait_for_a_thread_are_cancelled_at_once(
     assert holder.count("GET") == 4
 
 
+@pytest.mark.spec("R-141")
+async def test_a_lease_cancelled_while_it_is_entered_is_given_back(
+    serve: Serve, connect: Callable[..., AsyncClient]
+) -> None:
+    holder = serve()
+    holder.replies |= {
+        "POST leases": (201, {"lease": LEASE, "ttl_ms": 60000}),
+        "DELETE leases": (204, None),
+    }
+    client = connect(None, holder)
+    own = await client._run(lambda: client._sync.lease(holder.base, [KEY], 60000))
+    entered, leave = threading.Event(), threading.Event()
+    enter = own.__enter__
+
+    def slowly() -> Lease:
+        lease = enter()
+        entered.set()
+        leave.wait()
+        return lease
+
+    own.__enter__ = slowly
+    client._sync.lease = lambda *_, **__: own
+
+    async def hold() -> None:
+        async with client.lease(holder.base, [KEY], 60000):
+            pytest.fail("entered")
+
+    task = asyncio.create_task(hold())
+    await asyncio.to_thread(entered.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()  # nor does a second one leave it behind
+    leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not own._thread.is_alive()
+    assert holder.seen[-1] == ("DELETE", f"/leases/{LEASE}")
+
+
+@pytest.mark.spec("R-142")
+async def test_a_refused_lease_is_raised(serve: Serve, connect: Callable[..., AsyncClient]) -> None:
+    holder = serve()
+    holder.replies["POST leases"] = (404, {"type": registry.NOT_FOUND.uri, "status": 404})
+    with pytest.raises(KvspError) as caught:
+        async with connect(None, holder).lease(holder.base, [KEY], 60000):
+            pytest.fail("entered")
+    assert caught.value.problem == registry.NOT_FOUND
+    assert holder.count("DELETE") == 0
+
+
 @pytest.mark.spec("R-075")
-async def test_the_https_block_source(serve: Serve, connect: Callable[..., AsyncClient], octets: bytes) -> None:
+async def test_the_https_block_source_moves_exactly_what_was_agreed(
+    serve: Serve, connect: Callable[..., AsyncClient], octets: bytes
+) -> None:
     holder = serve(octets=octets)
     record = record_of(holder.base, octets)
     header = container.parse_header(octets)

@@ -33,7 +33,7 @@ def as_json(record: ReplicaRecord, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.spec("U-11", "R-004", "R-050", "R-090")
-def test_lookup_replies_of_both_forms(index: Peer, connect: Connect, record: ReplicaRecord) -> None:
+def test_lookup_replies_of_both_forms_are_understood(index: Peer, connect: Connect, record: ReplicaRecord) -> None:
     one, two = as_json(record, x={"y": [1]}), as_json(record, block_key=OTHER_KEY)
     targets = [{"instance": "https://ii.example/", "fetch_us": 7, "news": 1}]
     client = connect(index)
@@ -120,7 +120,9 @@ def test_a_problem_becomes_the_same_error(index: Peer, connect: Connect) -> None
 
 
 @pytest.mark.spec("U-12", "R-086", "R-070")
-def test_publish_and_withdraw(index: Peer, connect: Connect, record: ReplicaRecord) -> None:
+def test_publish_tells_the_granted_time_and_withdraw_whether_there_was_a_record(
+    index: Peer, connect: Connect, record: ReplicaRecord
+) -> None:
     index.replies["PUT replicas"] = (201, {"ttl_ms": 1234})
     client = connect(index)
     assert client.publish(record) == 1234
@@ -154,8 +156,32 @@ def test_put_stores_once(serve: Serve, connect: Connect, octets: bytes) -> None:
     assert "expect" not in holder.heads[1]
 
 
+@pytest.mark.spec("R-157")
+def test_put_takes_any_buffer(serve: Serve, connect: Connect, octets: bytes) -> None:
+    holder = serve()
+    client = connect(None, holder)
+    for at, same in enumerate((octets, bytearray(octets), memoryview(octets).cast("I"))):
+        assert client.put(holder.base, COMPAT, SCOPE, f"{at:064x}", same)
+    assert list(holder.stored.values()) == [octets] * 3
+
+
+@pytest.mark.spec("R-157")
+def test_an_upload_starts_over_when_the_kept_connection_was_closed(
+    serve: Serve, connect: Connect, octets: bytes
+) -> None:
+    holder = serve("honest")
+    client = connect(None, holder)
+    assert client.put(holder.base, COMPAT, SCOPE, KEY, bytearray(octets))
+    holder.hang_up_next = True
+    assert client.put(holder.base, COMPAT, SCOPE, OTHER_KEY, bytearray(octets))
+    assert holder.connections == 2
+    assert list(holder.stored.values()) == [octets] * 2
+
+
 @pytest.mark.spec("R-160")
-def test_put_with_a_digest_that_does_not_match(serve: Serve, connect: Connect, octets: bytes) -> None:
+def test_put_with_a_digest_that_does_not_match_stores_nothing(
+    serve: Serve, connect: Connect, octets: bytes
+) -> None:
     holder = serve()
     client = connect(None, holder)
     with pytest.raises(KvspError) as caught:
@@ -262,7 +288,7 @@ def test_endpoints_are_normalised_base_uris(tmp_path: Path) -> None:
             Endpoints(bad)
 
 
-def test_the_file_of_a_stack(tmp_path: Path) -> None:
+def test_the_file_of_a_stack_tells_who_and_where(tmp_path: Path) -> None:
     home = tmp_path / ".kvsp"
     home.mkdir()
     body = {
@@ -278,6 +304,8 @@ def test_the_file_of_a_stack(tmp_path: Path) -> None:
     assert stack.credentials == Credentials(home / "pki/ca.pem", home / "c.pem", Path("/abs/k.pem"))
     assert stack.endpoints.holders == {"https://localhost:8443/h1/"}
     assert (stack.scopes, stack.scope_keys) == ({"demo": SCOPE}, {"demo": home / "demo.key"})
+    path.write_text(json.dumps(body | {"descriptor": None}))
+    assert load_stack(path, "client-demo").descriptor is None
     for broken, identity in ((path, "odd"), (path, "nobody"), (home / "absent.json", "client-demo")):
         with pytest.raises(KvspError):
             load_stack(broken, identity)

@@ -15,24 +15,13 @@ from kvsp.client import Credentials
 from kvsp.protocol import container, descriptor, digests, keys, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import LookupReply
-from tests.client.peers import KEY, SCOPE, Peer, container_of, layer_digests_of, record_of, select
+from tests.client.peers import GEOMETRY, KEY, SCOPE, Peer, container_of, layer_digests_of, record_of, select
 
 Serve = Callable[..., Peer]
 Run = Callable[..., Result]
 VECTORS = json.loads((Path(__file__).parent.parent / "protocol" / "vectors.json").read_bytes())
-DESCRIPTOR: dict[str, Any] = {
-    "model": "m",
-    "model_digest": "sha-256:" + "11" * 32,
-    "tokenizer_digest": "sha-256:" + "22" * 32,
-    "layers": 4,
-    "kv_heads": 8,
-    "head_dim": 512,
-    "kv_dtype": "bf16",
-    "positional": "rope",
-    "block_tokens": 16,
-    "layout": "kvsp-layout-1",
-}
-COMPAT = descriptor.compat_id(descriptor.load(json.dumps(DESCRIPTOR).encode())).hex()
+DESCRIPTOR: dict[str, Any] = json.loads(descriptor.canonical(GEOMETRY))
+COMPAT = descriptor.compat_id(GEOMETRY).hex()
 
 
 @pytest.fixture
@@ -82,7 +71,7 @@ def test_help_states_every_exit_code(run: Run) -> None:
 
 
 @pytest.mark.spec("R-066")
-def test_exit_codes_of_failures() -> None:
+def test_a_failure_exits_by_its_class() -> None:
     rows = [
         (registry.NOT_FOUND, 1), (registry.LAYERS_UNAVAILABLE, 1), (registry.BAD_REQUEST, 2),
         (registry.CONTENT_TOO_LARGE, 2), (registry.FORBIDDEN, 3), (registry.SCOPE_DENIED, 3),
@@ -96,7 +85,7 @@ def test_exit_codes_of_failures() -> None:
 
 
 @pytest.mark.spec("R-035", "R-030")
-def test_inspect(run: Run, workdir: Path, octets: bytes) -> None:
+def test_inspect_shows_the_header_and_every_digest(run: Run, workdir: Path, octets: bytes) -> None:
     (workdir / "block").write_bytes(octets)
     found = json.loads(run("inspect", "block", "--json", "--descriptor", "d.json").stdout)
     expected = layer_digests_of(octets)
@@ -157,7 +146,7 @@ def test_keys_reproduce_the_vectors(run: Run, workdir: Path) -> None:
 
 
 @pytest.mark.spec("R-015", "R-010", "R-013")
-def test_compat_id_of_a_descriptor(run: Run, workdir: Path) -> None:
+def test_compat_id_is_that_of_the_descriptor(run: Run, workdir: Path) -> None:
     assert run("compat-id", "d.json").stdout.strip() == COMPAT
     assert json.loads(run("compat-id", "d.json", "--json").stdout) == {
         "compat_id": COMPAT,
@@ -172,7 +161,7 @@ def test_compat_id_of_a_descriptor(run: Run, workdir: Path) -> None:
 
 
 @pytest.mark.spec("R-012")
-def test_compat_id_of_a_model_directory(run: Run, workdir: Path) -> None:
+def test_compat_id_covers_the_weights_of_a_model_directory(run: Run, workdir: Path) -> None:
     import hashlib
 
     transformers = pytest.importorskip("transformers")
@@ -189,7 +178,7 @@ def test_compat_id_of_a_model_directory(run: Run, workdir: Path) -> None:
     assert run("compat-id", "out.json").stdout.strip() == json.loads(result.stdout)["compat_id"]
 
 
-def test_lookup(run: Run, stack: dict[str, Peer]) -> None:
+def test_lookup_prints_every_replica_and_exits_by_outcome(run: Run, stack: dict[str, Peer]) -> None:
     found = json.loads(run("lookup", KEY, "--json").stdout)
     assert found["matched"] == 1
     assert [row["holder"] for row in found["replicas"][0]] == [stack["h1"].base, stack["h2"].base]
@@ -203,14 +192,16 @@ def test_lookup(run: Run, stack: dict[str, Peer]) -> None:
     stack["is"].replies["POST lookup"] = (403, denied)
     result = run("lookup", KEY)
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
-    assert run("lookup", "zz").exit_code == 2
+    assert result.stderr == f"error: {registry.SCOPE_DENIED.title}: not yours\n"
+    local = run("lookup", "zz")
+    assert (local.exit_code, local.stderr.startswith("error: block_keys")) == (2, True)
     assert run("lookup", KEY, "--scope", "nobody").exit_code == 2
     assert run("lookup", KEY, "--as", "nobody").exit_code == 2
     assert run("lookup", KEY, "--endpoints", "absent.json").exit_code == 2
 
 
 @pytest.mark.spec("R-155", "R-161", "R-162")
-def test_get(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> None:
+def test_get_writes_only_what_was_verified(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> None:
     stack["h1"].mode = "corrupt"
     found = json.loads(run("get", KEY, "whole", "--json").stdout)
     assert (workdir / "whole").read_bytes() == octets
@@ -223,12 +214,18 @@ def test_get(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> 
     assert stack["is"].count("DELETE") == 1
     assert run("get", KEY, "part", "--layers", "1-2", "--holder", "ii1").exit_code == 0
     assert (workdir / "part").read_bytes() == select(octets, 1, 2)
-    assert run("get", KEY, "-", "--holder", "ii1").stdout_bytes == octets
+    piped = run("get", KEY, "-", "--holder", "ii1", "--json")
+    assert (piped.stdout_bytes, json.loads(piped.stderr)["layers"]) == (octets, [0, 3])
+    assert "verified" in run("get", KEY, "-", "--holder", "ii1").stderr
     bad = run("get", KEY, "bad", "--holder", "h1")
     assert bad.exit_code == 5
     assert not (workdir / "bad").exists()
     assert run("get", KEY, "bad", "--holder", "h1", "--no-verify").exit_code == 0
     assert container.parse_header((workdir / "bad").read_bytes()).layer_count == 4
+    stack["h1"].mode = "shifted"
+    assert run("get", KEY, "out", "--holder", "h1").exit_code == 5
+    assert run("get", KEY, "out", "--holder", "h1", "--compat", COMPAT).exit_code == 0  # of no known geometry
+    assert run("get", KEY, "out", "--compat", "00" * 32, "--descriptor", "d.json").exit_code == 6
     for layers in ("2-1", "x", "-1-2", "1"):
         assert run("get", KEY, "out", "--layers", layers).exit_code == 2
     stack["h2"].mode = "missing"
@@ -239,7 +236,7 @@ def test_get(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> 
 
 
 @pytest.mark.spec("R-157")
-def test_put(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> None:
+def test_put_stores_a_block_once(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> None:
     (workdir / "block").write_bytes(octets)
     assert json.loads(run("put", "block", KEY, "--holder", "h1", "--json").stdout)["stored"]
     assert not json.loads(run("put", "-", KEY, "--holder", "h1", "--json", stdin=octets).stdout)["stored"]
@@ -248,11 +245,12 @@ def test_put(run: Run, stack: dict[str, Peer], workdir: Path, octets: bytes) -> 
     assert run("put", "block", KEY, "--holder", "h1").exit_code == 2
 
 
-def test_an_unreachable_peer(run: Run, stack: dict[str, Peer], workdir: Path) -> None:
+def test_an_unreachable_peer_is_told_in_one_line(run: Run, stack: dict[str, Peer], workdir: Path) -> None:
     path = workdir / ".kvsp" / "endpoints.json"
     body = json.loads(path.read_text())
     body["roles"]["index"] = "https://localhost:1/is/"
     path.write_text(json.dumps(body))
     result = run("lookup", KEY)
     assert result.exit_code == 4
+    assert result.stderr.startswith("error: localhost:1: ")
     assert result.stderr.count("\n") == 1

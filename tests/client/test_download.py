@@ -49,7 +49,7 @@ def test_pieces_of_any_size_make_the_same_block(cuts: list[int], workers: Thread
 
 
 @pytest.mark.spec("R-155")
-def test_byte_by_byte(workers: ThreadPoolExecutor) -> None:
+def test_octets_that_come_one_by_one_are_verified(workers: ThreadPoolExecutor) -> None:
     assert receive(OCTETS, list(range(len(OCTETS))), workers).verified
 
 

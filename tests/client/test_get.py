@@ -11,7 +11,7 @@ from kvsp.client import BlockUnavailable, Client
 from kvsp.protocol import container, digests, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import Residency
-from tests.client.peers import COMPAT, KEY, SCOPE, Peer, container_of, record_of, select
+from tests.client.peers import COMPAT, GEOMETRY, KEY, SCOPE, Peer, container_of, record_of, select
 
 Serve = Callable[..., Peer]
 Connect = Callable[..., Client]
@@ -31,7 +31,7 @@ def test_a_block_arrives_verified(serve: Serve, connect: Connect, octets: bytes)
 
 
 @pytest.mark.spec("R-151", "R-155")
-def test_a_layer_range_into_the_callers_buffer(serve: Serve, connect: Connect, octets: bytes) -> None:
+def test_a_layer_range_fills_the_callers_buffer_and_no_more(serve: Serve, connect: Connect, octets: bytes) -> None:
     holder = serve(octets=octets)
     room = bytearray(b"\xee" * (1 << 20))
     block = connect(None, holder).get(record_of(holder.base, octets), layers=(1, 2), into=room)
@@ -41,8 +41,54 @@ def test_a_layer_range_into_the_callers_buffer(serve: Serve, connect: Connect, o
     assert room[: header.payload_octets] == part[header.header_octets :]
     assert set(room[header.payload_octets :]) == {0xEE}
     assert holder.seen[-1][1].endswith("?layers=1-2")
-    with pytest.raises(ValueError, match="buffer holds"):
-        connect(None, holder).get(record_of(holder.base, octets), into=bytearray(100))
+
+
+@pytest.mark.spec("D5")
+def test_a_buffer_known_to_be_too_small_is_refused_before_anything_is_sent(
+    serve: Serve, connect: Connect, octets: bytes
+) -> None:
+    holder = serve(octets=octets)
+    client, record = connect(None, holder), record_of(holder.base, octets)
+    for layers, size in ((None, 1 << 20), ((1, 2), 1 << 19)):
+        with pytest.raises(ValueError, match=f"buffer holds {size - 1} octets"):
+            client.get(record, layers=layers, descriptor=GEOMETRY, into=bytearray(size - 1))
+        assert len(client.get(record, layers=layers, descriptor=GEOMETRY, into=bytearray(size)).payload) == size
+    assert holder.count("GET") == 2
+
+
+@pytest.mark.spec("R-033", "R-155", "R-161", "D5", "U-54")
+@pytest.mark.parametrize("layers", [None, (1, 3)])
+@pytest.mark.parametrize("mode", ["shifted", "retokened", "overlong"])
+def test_what_no_digest_covers_is_held_against_the_descriptor(
+    mode: str, layers: tuple[int, int] | None, serve: Serve, connect: Connect, index: Peer, octets: bytes
+) -> None:
+    liar, honest = serve(mode, octets), serve(octets=octets)
+    replicas = [record_of(liar.base, octets), record_of(honest.base, octets)]
+    client = connect(index, liar, honest)
+    room = bytearray((4 if layers is None else 3) << 18)
+    block = client.get(replicas, layers=layers, descriptor=GEOMETRY, into=room)
+    assert (block.holder, len(block.payload)) == (honest.base, len(room))
+    given = [layer.number for layer in client.get_layers(replicas, layers=layers, descriptor=GEOMETRY, into=room)]
+    assert given == list(range(4))[slice(*((0, 4) if layers is None else (1, 4)))]
+    with pytest.raises(BlockUnavailable) as caught:
+        client.get_from(liar.base, COMPAT, SCOPE, KEY, layers=layers, codec=1, descriptor=GEOMETRY)
+    assert caught.value.problem == registry.DIGEST_MISMATCH
+    assert index.count("DELETE") == 3
+
+
+@pytest.mark.spec("R-161")
+def test_a_payload_beyond_the_buffer_is_passed_over_unreported(
+    serve: Serve, connect: Connect, index: Peer, octets: bytes
+) -> None:
+    """Without a descriptor it may as well be the caller's fault."""
+    small = container_of(4, 1000)
+    large, fitting = serve(octets=octets), serve(octets=small)
+    replicas = [record_of(large.base, octets), record_of(fitting.base, small)]
+    client = connect(index, large, fitting)
+    assert client.get(replicas, into=bytearray(8000)).holder == fitting.base
+    with pytest.raises(BlockUnavailable, match="buffer holds 8000"):
+        client.get(replicas[0], into=bytearray(8000))
+    assert index.seen == []
 
 
 MISMATCHES = (
@@ -128,6 +174,22 @@ def test_without_layer_digests_the_replica_digest_decides(serve: Serve, connect:
     assert [layer.number for layer in client.get_layers(replicas)] == [0, 1, 2, 3]
 
 
+@pytest.mark.spec("R-155", "R-042", "D11")
+def test_without_layer_digests_no_layer_range_is_taken_on_the_holders_word(
+    serve: Serve, connect: Connect, index: Peer, octets: bytes
+) -> None:
+    flipped, honest = serve("flipped", octets), serve(octets=octets)
+    bare, full = record_of(flipped.base, octets, layer_digests=UNSET), record_of(honest.base, octets)
+    client = connect(index, flipped, honest)
+    assert client.get([bare, full], layers=(3, 3)).holder == honest.base
+    assert client.get([bare, full], layers=(3, 3), codec=bare.codec).holder == honest.base
+    assert [layer.number for layer in client.get_layers([bare, full], layers=(2, 3))] == [2, 3]
+    assert (flipped.seen, index.seen) == ([], [])
+    assert client.get(record_of(honest.base, octets, layer_digests=UNSET), layers=(0, 3)).verified
+    with pytest.raises(BlockUnavailable):
+        client.get(bare, layers=(0, 3))
+
+
 @pytest.mark.spec("R-036", "D11")
 def test_a_record_that_contradicts_itself_is_not_fetched(serve: Serve, connect: Connect, octets: bytes) -> None:
     holder = serve(octets=octets)
@@ -176,6 +238,29 @@ def test_only_the_pinned_producers_bytes_are_accepted(serve: Serve, connect: Con
     client = connect(None, first, producer, pinned={KEY: replicas[1].digest})
     assert client.get(replicas).holder == producer.base
     assert first.seen == []
+    assert client.get_from(producer.base, COMPAT, SCOPE, KEY).holder == producer.base
+    with pytest.raises(BlockUnavailable):
+        client.get_from(first.base, COMPAT, SCOPE, KEY)
+
+
+@pytest.mark.spec("R-212", "R-156")
+def test_a_pinned_block_is_not_taken_in_a_form_that_its_digest_does_not_cover(
+    serve: Serve, connect: Connect, octets: bytes
+) -> None:
+    holder = serve(octets=octets)
+    record = record_of(holder.base, octets)
+    client = connect(None, holder, pinned={KEY: record.digest})
+    for call in (
+        lambda: client.get(record, codec=0xFF01),
+        lambda: client.get(record_of(holder.base, octets, layer_digests=UNSET), layers=(1, 1)),
+        lambda: client.get_from(holder.base, COMPAT, SCOPE, KEY, codec=0xFF01),
+        lambda: client.get_from(holder.base, COMPAT, SCOPE, KEY, layers=(1, 1)),
+    ):
+        with pytest.raises(KvspError) as caught:
+            call()
+        assert caught.value.problem == registry.DIGEST_MISMATCH
+    assert holder.seen == []
+    assert client.get(record, layers=(1, 1)).verified
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(299, 200), (471, 471), (599, 599)])

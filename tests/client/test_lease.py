@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvsp.client import Client
+from kvsp.client import Client, Lease
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
 from tests.client.peers import COMPAT, KEY, LEASE, SCOPE, Peer
@@ -60,6 +60,21 @@ def test_a_lost_lease_is_told(holder: Peer, connect: Connect) -> None:
         with pytest.raises(KvspError) as caught:
             lease.check()
         assert caught.value.problem == registry.NOT_FOUND
+
+
+@pytest.mark.spec("R-141", "U-14")
+def test_a_lease_is_over_with_its_time_though_no_renewal_was_answered(holder: Peer, connect: Connect) -> None:
+    now = [100.0]
+    holder.replies["POST leases"] = (201, {"lease": LEASE, "ttl_ms": 9000})
+    client = connect(None, holder)
+    calls = client.lease(holder.base, [KEY], 9000)._calls
+    with Lease(calls, lambda: now[0]) as lease:
+        now[0] += 8.9
+        lease.check()
+        now[0] += 0.1
+        with pytest.raises(KvspError) as caught:
+            lease.check()
+    assert caught.value.problem == registry.UNAVAILABLE
 
 
 def test_a_failed_renewal_is_tried_again(holder: Peer, connect: Connect) -> None:

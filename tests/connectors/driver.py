@@ -24,6 +24,7 @@ class Store:
     def __init__(self, *, gated: bool = False) -> None:
         self.containers: dict[str, bytes] = {}
         self.records: dict[str, ReplicaRecord] = {}
+        self.others: dict[str, list[ReplicaRecord]] = {}
         self.requests: list[tuple[str, tuple[int, int]]] = []
         self._gated = gated
         self._open_to = -1
@@ -60,13 +61,14 @@ class Store:
     def lookup(self, scope_id: str, compat_id: str, block_keys: list[str]) -> LookupReply:
         replicas: list[list[ReplicaRecord]] = []
         for block_key in block_keys:
-            record = self.records.get(block_key)
-            if record is None or (record.scope_id, record.compat_id) != (scope_id, compat_id):
+            own = [self.records[block_key]] if block_key in self.records else []
+            found = [*self.others.get(block_key, []), *own]
+            if not found or any((row.scope_id, row.compat_id) != (scope_id, compat_id) for row in found):
                 break
-            replicas.append([record])
+            replicas.append(found)
         return LookupReply(len(replicas), replicas)
 
-    def get(self, replicas: list[ReplicaRecord], *, layers: tuple[int, int]) -> Block:
+    def get(self, replicas: list[ReplicaRecord], *, layers: tuple[int, int], descriptor: Descriptor) -> Block:
         record = replicas[0]
         if self._gated:
             with self._opened:
@@ -76,6 +78,7 @@ class Store:
         whole = container.parse_header(octets)
         header = whole.select(*layers)
         start = whole.header_octets + whole.layer_span(layers[0])[0]
+        container.check_sections(header, descriptor)
         block = Block(header, memoryview(octets)[start : start + header.payload_octets], HOLDER, True)
         for layer in range(layers[0], layers[1] + 1):
             if digests.layer_digest(*block.layer(layer)[1:]).hex() != record.layer_digests[layer]:

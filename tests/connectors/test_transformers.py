@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -195,6 +196,37 @@ def test_a_section_of_another_length_is_a_lost_block() -> None:
         matched, continuation = reused(connector, model, TOKENS)
     assert matched == B
     assert continuation == from_scratch(model, TOKENS)
+
+
+@pytest.mark.spec("R-037", "R-161")
+def test_replicas_in_another_codec_are_not_loaded_from() -> None:
+    model, store = small_llama(), Store()
+    with connected(store, model) as connector:
+        connector.save(TOKENS, prefilled(model, TOKENS))
+        replicas = connector.match(TOKENS).replicas
+        for block in (1, 2):
+            [raw] = replicas[block]
+            coded = msgspec.structs.replace(raw, codec=0xFF01, holder="https://first.example/")
+            store.others[raw.block_key] = [coded]
+        del store.records[replicas[2][0].block_key]
+        match = connector.match(TOKENS)
+        matched, continuation = reused(connector, model, TOKENS)
+    assert [[record.codec for record in row] for row in match.replicas] == [[1], [1]]
+    assert matched == 2 * B
+    assert continuation == from_scratch(model, TOKENS)
+
+
+def test_a_shortened_prefix_is_stored_again() -> None:
+    model, store = small_llama(), Store()
+    with connected(store, model) as connector, torch.inference_mode():
+        connector.save(TOKENS, prefilled(model, TOKENS))
+        lost = chain(connector)[3]
+        store.corrupt(lost, 3)
+        prefix = connector.load(connector.match(TOKENS))
+        prefix.forward(model, TOKENS)
+        del store.containers[lost], store.records[lost]
+        assert connector.save(TOKENS, prefix.cache, known=prefix.tokens // B) == 1
+        assert connector.match(TOKENS).blocks == 7
 
 
 def test_a_fault_of_the_loader_reaches_the_model() -> None:

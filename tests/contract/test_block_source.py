@@ -5,17 +5,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from kvsp.bulk.control import ControlStream
-from kvsp.bulk.source import PIECE_OCTETS, BlockSource, Extent, SourceUnavailableError, Transfer, load_source
+from kvsp.bulk.source import (
+    PIECE_OCTETS,
+    BlockSource,
+    Extent,
+    SourceUnavailableError,
+    Ticket,
+    Transfer,
+    load_source,
+)
 from kvsp.protocol.container import FIXED_OCTETS
 from kvsp.v1 import holder_pb2
 from tests.services.holder_harness import CLIENT, Rig, block, name, rig, until
 
-SOURCES = ["grpc", "shm"]
+SOURCES = ["grpc", "shm", *(["ucx"] if find_spec("ucxx") else [])]
+UCX = {"ucx": {"listen": "127.0.0.1:0"}} if find_spec("ucxx") else {}
 LAYERS = 2
 SIZES = [4, 4096, PIECE_OCTETS, PIECE_OCTETS + 4, 5 * PIECE_OCTETS - 4]
 """Octets of a payload: less than a piece, whole pieces, and a rest."""
@@ -28,7 +38,7 @@ def source(request: pytest.FixtureRequest) -> BlockSource:
 
 @pytest.fixture
 async def holder(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with rig(tmp_path, with_index=False, arena_octets=(4 << 20) + 6 * PIECE_OCTETS) as made:
+    async with rig(tmp_path, with_index=False, arena_octets=(4 << 20) + 6 * PIECE_OCTETS, bulk=UCX) as made:
         yield made
 
 
@@ -44,7 +54,11 @@ def transfer_of(holder: Rig, number: int, length: int, where: holder_pb2.Locatio
     extent = None
     if where.HasField("shm"):
         extent = Extent(where.shm.arena, where.shm.offset, where.shm.length)
-    return Transfer(number, length, CLIENT, holder.channel, extent)
+    ticket = None
+    if where.HasField("ticket"):
+        given = where.ticket
+        ticket = Ticket(given.address, given.token, given.key, given.sealed, tuple(given.frames))
+    return Transfer(number, length, CLIENT, holder.channel, extent, ticket)
 
 
 async def opened(holder: Rig, stream: ControlStream, source: BlockSource, i: int = 1) -> Transfer:

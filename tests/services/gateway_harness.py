@@ -80,6 +80,7 @@ class Holder(holder_pb2_grpc.HolderServicer):
         self.policy = policy
         self.scheme = "shm"
         self.blocks: dict[tuple[str, str, str], bytes] = {}
+        self.pinned: list[int] = []
         self.closed: list[int] = []
         self.aborted: list[int] = []
         self.opens = 0
@@ -158,6 +159,7 @@ class Holder(holder_pb2_grpc.HolderServicer):
         )  # fmt: skip
         if request.pin:
             opened.transfer = next(self._ids)
+            self.pinned.append(opened.transfer)
             self._read[opened.transfer] = payload
             offset = self._offsets[opened.transfer] = self._extent(len(payload))
             opened.location.CopyFrom(self._location(offset, len(payload)))

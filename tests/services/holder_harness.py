@@ -19,6 +19,7 @@ from kvsp.protocol.errors import KvspError
 from kvsp.protocol.names import party_id
 from kvsp.protocol.policy import Policy
 from kvsp.rpc.channel import open_channel
+from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import Peer
 from kvsp.v1 import common_pb2, holder_pb2_grpc
 from services.holder import server as holder_server
@@ -115,7 +116,7 @@ class Rig:
 
     def listed(self, i: int) -> bool:
         """Does the index list the block?"""
-        found = self.index.table.find(party_id(BASE_URI), name(i).block_key, index_server.monotonic_ms())
+        found = self.index.table.find(party_id(BASE_URI), name(i).block_key, now_ms())
         return found is not None
 
 

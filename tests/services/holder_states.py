@@ -46,7 +46,7 @@ def digested(i: int, pages: int = 1, **members: Any) -> Digested:
 
 def put(state: HolderState, i: int, pages: int = 1, now: int = 0, stream: int = 1, **where: bytes) -> Block:
     made = digested(i, pages)
-    reservation = state.reserve(stream, A.uri, name(i, **where), made.header.total_octets, now)
+    reservation = state.reserve(stream, A, name(i, **where), made.header.total_octets, now)
     assert reservation is not None
     return state.commit(reservation, made)
 

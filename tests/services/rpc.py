@@ -19,7 +19,7 @@ async def served(
 ) -> AsyncIterator[grpc.aio.Server]:
     """A running server as `kvsp.rpc.server` makes it."""
     config = ServiceConfig(listen=listen, policy="", principal="", tls=tls)
-    running = server.make_server(config, ())
+    running = server.make_server(config, ()).grpc
     register(running)
     await running.start()
     try:

@@ -55,6 +55,30 @@ def test_what_nobody_took_is_removed_in_time(outbox: handoff.Outbox, clock: Cloc
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
 
 
+@pytest.mark.spec("R-214")
+def test_what_waits_for_readers_is_bounded(outbox: handoff.Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "OUTSTANDING_OCTETS_MAX", 250)
+    paths = [outbox.put([bytes(100)]) for _ in range(2)]
+    with pytest.raises(OSError, match="wait"):
+        outbox.put([bytes(100)])
+    handoff.take(paths[0], 100)
+    outbox.put([bytes(100)])
+    with pytest.raises(OSError, match="wait"):
+        outbox.put([bytes(100)])
+
+
+@pytest.mark.spec("D14")
+def test_a_name_that_another_user_took_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handoff.Outbox("unix:/a.sock", tmp_path).put([b"x"])
+
+    def unlink(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)  # what a sticky directory says
+        handoff.Outbox("unix:/a.sock", tmp_path)
+
+
 def test_a_successor_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     handoff.Outbox("unix:/a.sock", tmp_path).put([b"left behind"])
     kept = handoff.Outbox("unix:/b.sock", tmp_path).put([b"another's"])

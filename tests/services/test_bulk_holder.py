@@ -133,7 +133,7 @@ async def test_after_a_break_the_next_call_opens_a_new_stream(tmp_path: Path) ->
         client, channel = first.client, first.channel
         opened = await client.open(CLIENT, name(1))
         [stream] = client._streams.values()
-        stream._call.cancel()
+        stream._link._call.cancel()
         await until(lambda: not stream.alive)
         with pytest.raises(KvspError) as caught:
             [piece async for piece in opened.pieces()]
@@ -151,7 +151,7 @@ async def test_a_waiting_call_fails_with_503_when_the_stream_breaks(holder: Rig)
     await asyncio.sleep(0)
     [stream] = holder.client._streams.values()
     await until(lambda: bool(stream._pending))
-    stream._call.cancel()
+    stream._link._call.cancel()
     with pytest.raises(KvspError) as caught:
         await waiting
     assert caught.value.problem is registry.UNAVAILABLE
@@ -172,7 +172,7 @@ async def test_a_holder_that_is_not_there_is_503(tmp_path: Path) -> None:
 
 async def test_past_its_deadline_no_octet_is_read_or_written(holder: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await holder.put(1)
-    monkeypatch.setattr(limits, "PIN_DEADLINE_MS", 0)
+    monkeypatch.setattr(limits, "transfer_ms", lambda octets: 0)
     opened = await holder.client.open(CLIENT, name(1))
     reserved = await holder.client.reserve(CLIENT, name(2), 100)
     assert reserved is not None

@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gateway.config import load
+from kvsp.rpc.config import ConfigError
 from tests.services.gateway_harness import CLIENT, COMPAT, CONFIG, H1, POLICY, SCOPE, make_block
 
 KEY = "cd" * 32
@@ -155,3 +157,10 @@ def test_unusable_config_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "without Envoy" in done.stderr
+
+
+def test_an_unknown_log_level_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text('listen = "unix:/x"\nprincipal = "x"\nroles = []\nlog_level = "loud"\n')
+    with pytest.raises(ConfigError, match="loud"):
+        load(path, frozenset())

@@ -47,7 +47,6 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def counts(self) -> None:
         assert self.allocator.used_octets == sum(self.pages) * ALIGN
-        assert self.allocator.free_octets == (PAGES - sum(self.pages)) * ALIGN
 
     def _run_around(self, page: int) -> int:
         start = end = page

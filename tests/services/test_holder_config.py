@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import structlog
 
-from kvsp.rpc.config import ConfigError, load
+from kvsp.rpc.config import ConfigError, load, load_descriptors
 from services.holder.arena import Arena
-from services.holder.config import HolderConfig, check_identity, load_descriptors
+from services.holder.config import HolderConfig, check_identity
 from services.holder.server import run
 from tests.services.holder_harness import BASE_URI, HOLDER, POLICY, POLICY_TEXT
 
@@ -110,6 +110,16 @@ def test_what_a_crashed_holder_left_is_removed_and_what_a_live_one_uses_is_not(t
     assert {path.name for path in tmp_path.iterdir()} == {fresh.path.name, other.path.name}
     fresh.close()
     other.close()
+
+
+@pytest.mark.spec("D14")
+def test_a_name_that_another_user_took_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    squatter = Arena.create(tmp_path, BASE_URI, 8192)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.geteuid", lambda: squatter.path.stat().st_uid + 1)
+        Arena.create(tmp_path, BASE_URI, 8192).close()
+    assert squatter.path.exists()
+    squatter.close()
 
 
 def test_an_arena_that_does_not_fit_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvsp.protocol.errors import KvspError
 from kvsp.protocol.policy import Identity
 from services.holder.allocator import ALIGN
 from services.holder.blocks import Block, Name
-from services.holder.state import Free, Withdraw
+from services.holder.state import Withdraw
 from services.holder.transfers import Pin, Reservation
 from tests.services.holder_states import A, B, digested, name, state_of
 
@@ -35,7 +36,7 @@ class HolderMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.state = state_of(self.PAGES)
         self.now = 0
-        self.pins: list[tuple[Pin, int]] = []
+        self.pins: list[Pin] = []
         self.reservations: list[tuple[Reservation, int, int]] = []
         self.leases: dict[str, tuple[Identity, set[Block], int]] = {}
         self.blocks: dict[Name, Block] = {}
@@ -43,33 +44,46 @@ class HolderMachine(RuleBasedStateMachine):
         self.serial = 0
 
     def after(self) -> None:
-        withdrawn: set[Block] = set()
         for instruction in self.state.instructions():
             if isinstance(instruction, Withdraw):
                 block = instruction.block
                 assert self.blocks.pop(block.name) is block
-                withdrawn.add(block)
                 self.gone.add(block)
-            elif isinstance(instruction, Free):
-                assert instruction.block in self.gone  # withdrawn before it is freed
-                assert all(pin.block is not instruction.block for pin, _ in self.pins)
-                self.gone.remove(instruction.block)
+        self.gone &= {pin.block for pin in self.pins}  # their extents go with the last reader
 
     def leased(self) -> set[Block]:
         return {block for _, blocks, expires in self.leases.values() if expires > self.now for block in blocks}
 
-    @rule(i=st.integers(0, 5), pages=st.integers(1, 3), stream=st.integers(1, 2))
-    def reserve(self, i: int, pages: int, stream: int) -> None:
+    def longest_run(self) -> int:
+        """Pages in a row that are free or may be."""
+        taken = self.leased() | {pin.block for pin in self.pins} | self.gone
+        extents = [(block.offset, block.octets) for block in taken]
+        extents += [(reservation.offset, reservation.length) for reservation, _, _ in self.reservations]
+        free = ["x"] * self.PAGES
+        for offset, octets in extents:
+            free[offset // ALIGN : -(-(offset + octets) // ALIGN)] = "-" * -(-octets // ALIGN)
+        return max(map(len, "".join(free).split("-")))
+
+    @rule(i=st.integers(0, 5), pages=st.integers(1, 3), stream=st.integers(1, 2), shared=st.booleans())
+    def reserve(self, i: int, pages: int, stream: int, shared: bool) -> None:
         made = digested(i, pages)
-        safe = self.leased() | {pin.block for pin, _ in self.pins}
-        found = outcome(self.state.reserve, stream, A.uri, name(i), made.header.total_octets, self.now)
+        safe = self.leased() | {pin.block for pin in self.pins}
+        room = self.longest_run()
+        before = set(self.state.store.all())
+        octets = made.header.total_octets
+        found = outcome(partial(self.state.reserve, shared=shared), stream, A, name(i), octets, self.now)
         if isinstance(found, KvspError):
-            held = name(i) in self.blocks
-            assert found.problem is (registry.PRECONDITION_FAILED if held else registry.UNAVAILABLE)
+            if name(i) in self.blocks:
+                assert found.problem is registry.PRECONDITION_FAILED
+            else:
+                assert found.problem is registry.UNAVAILABLE
+                assert room < pages
+            assert set(self.state.store.all()) == before  # nothing is evicted that does not help
         else:
             writing = any(r.name == name(i) and not r.lapsed for r, _, _ in self.reservations)
             assert (found is None) == writing
             if found is not None:
+                assert room >= pages
                 self.reservations.append((found, i, pages))
         self.after()
         assert safe <= set(self.blocks.values()) | self.gone
@@ -94,19 +108,19 @@ class HolderMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 5), stream=st.integers(1, 2))
     def open(self, i: int, stream: int) -> None:
         if name(i) in self.blocks:
-            pin = self.state.open(stream, A.uri, name(i), self.now)
-            self.pins.append((pin, self.now + limits.PIN_DEADLINE_MS))
+            pin = self.state.open(stream, A, name(i), self.now)
+            self.pins.append(pin)
 
     @rule(n=st.integers(0, 9))
     def close(self, n: int) -> None:
         if self.pins:
-            pin, _ = self.pins.pop(n % len(self.pins))
+            pin = self.pins.pop(n % len(self.pins))
             self.state.close(pin.stream, pin.id)
         self.after()
 
     @rule(stream=st.integers(1, 2))
     def end_stream(self, stream: int) -> None:
-        self.pins = [entry for entry in self.pins if entry[0].stream != stream]
+        self.pins = [pin for pin in self.pins if pin.stream != stream]
         expected = {entry[0] for entry in self.reservations if entry[0].stream == stream}
         self.reservations = [entry for entry in self.reservations if entry[0].stream != stream]
         assert set(self.state.end_stream(stream)) == expected
@@ -119,8 +133,15 @@ class HolderMachine(RuleBasedStateMachine):
         keys = [name(each).block_key for each in i]
         lease = outcome(self.state.lease, who, str(self.serial), keys, ttl, self.now)
         if isinstance(lease, KvspError):
-            assert not held
-            assert lease.problem is registry.NOT_FOUND
+            if held:
+                live = [
+                    blocks for owner, blocks, until in self.leases.values() if owner is who and until > self.now
+                ]
+                wanted = set().union(*live) | {self.blocks[name(each)] for each in i}
+                assert lease.problem is registry.LEASE_QUOTA
+                assert sum(block.extent_octets for block in wanted) > self.PAGES * ALIGN // 2
+            else:
+                assert lease.problem is registry.NOT_FOUND
         else:
             assert held
             self.leases[lease.id] = who, {self.blocks[name(each)] for each in i}, self.now + ttl
@@ -143,16 +164,18 @@ class HolderMachine(RuleBasedStateMachine):
     def purge(self, i: int) -> None:
         if name(i) in self.blocks:
             block = self.blocks[name(i)]
-            self.state.purge(name(i))
+            self.state.drop(block)
             for _, blocks, _ in self.leases.values():
                 blocks.discard(block)
         self.after()
 
-    @rule(ms=st.sampled_from([1, 500, 3000, limits.PIN_DEADLINE_MS]))
+    @rule(ms=st.sampled_from([1, 500, 3000, limits.transfer_ms(3 * ALIGN)]))
     def tick(self, ms: int) -> None:
         self.now += ms
-        self.pins = [entry for entry in self.pins if entry[1] > self.now]
-        self.state.tick(self.now)
+        self.pins = [pin for pin in self.pins if pin.deadline_ms > self.now]
+        ended = {r for r, _, _ in self.reservations if not r.shared and r.deadline_ms <= self.now}
+        assert set(self.state.tick(self.now)) == ended
+        self.reservations = [entry for entry in self.reservations if entry[0] not in ended]
         self.after()
 
     @invariant()
@@ -168,7 +191,7 @@ class HolderMachine(RuleBasedStateMachine):
             live = [
                 blocks for owner, blocks, expires in self.leases.values() if owner is who and expires > self.now
             ]
-            assert self.state.leases.octets(who.uri) == sum(block.octets for block in set().union(*live))
+            assert self.state.leases.octets(who.uri) == sum(block.extent_octets for block in set().union(*live))
 
     def teardown(self) -> None:
         """Whatever happened, nothing leaks."""

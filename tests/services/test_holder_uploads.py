@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvsp.bulk.holder import HolderClient, OpenedTransfer
-from kvsp.protocol import registry
+from kvsp.protocol import limits, registry
+from kvsp.protocol.digests import ContainerDigester
 from kvsp.protocol.errors import KvspError
 from kvsp.rpc.channel import open_channel
+from kvsp.rpc.clock import now_ms
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import holder_pb2
+from services.holder.hashing import RangeDigests
 from tests.services.holder_harness import (
     CLIENT,
     CLIENT2,
     OTHER,
     OTHER_CLIENT,
+    POLICY,
     Rig,
     block,
     describe,
@@ -207,6 +215,71 @@ async def test_when_the_first_upload_breaks_off_the_second_is_taken(holder: Rig)
     first.abort()
     first.abort()
     assert await second == hashlib.sha256(block(1)).digest()
+
+
+@pytest.mark.spec("D4", "R-159")
+async def test_a_stalled_writer_keeps_others_waiting_only_until_its_deadline(
+    holder: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "transfer_ms", lambda octets: 300 if octets == 5000 else 60_000)
+    stalled = await holder.client.reserve(CLIENT, name(1), 5000)
+    assert stalled is not None
+    assert await holder.put(1, principal=CLIENT2) == hashlib.sha256(block(1)).digest()
+    with pytest.raises(KvspError):
+        await stalled.write(b"x")
+    stalled.abort()
+
+
+@pytest.mark.spec("D4")
+async def test_of_a_deadline_what_is_left_is_told(holder: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that counted it anew would read on after the holder has given the room to another block."""
+    await holder.put(1)
+    hashed = RangeDigests.sha256
+
+    async def slowly(*args: Any) -> bytes | None:
+        monkeypatch.setattr("services.holder.stream.now_ms", lambda: now_ms() + 4_000)
+        return await hashed(*args)
+
+    monkeypatch.setattr(RangeDigests, "sha256", slowly)
+    loop = asyncio.get_running_loop()
+    opened = await holder.client.open(CLIENT, name(1), layers=(0, 1))
+    assert opened.deadline <= loop.time() + (limits.transfer_ms(5000) - 4_000) / 1000
+    opened.close()
+
+
+@pytest.mark.spec("D4", "D13")
+async def test_a_quota_of_room_is_429(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = POLICY.identify(CLIENT)
+    small = replace(identity, quotas=msgspec.structs.replace(identity.quotas, reserved_octets=8192))
+    monkeypatch.setattr(POLICY, "identities", {**POLICY.identities, CLIENT: small})
+    async with rig(tmp_path, with_index=False, arena_octets=16384) as holder:
+        await holder.put(1)
+        await refused(registry.TOO_MANY_REQUESTS, holder.client.reserve(CLIENT, name(2), 8193))
+        assert holder.stored(1) is not None
+        await holder.put(2)
+
+
+async def test_a_commit_that_is_given_up_is_answered(holder: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    octets = block(1)
+    reserved = await holder.client.reserve(CLIENT, name(1), len(octets))
+    assert reserved is not None
+    await reserved.write(octets)
+    hashing, go_on = threading.Event(), threading.Event()
+
+    def feed(self: ContainerDigester, piece: memoryview) -> None:
+        hashing.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(ContainerDigester, "feed", feed)
+    stream = reserved._stream
+    commit = asyncio.create_task(stream.ask(5, commit=holder_pb2.CommitBlock(transfer=reserved._id)))
+    try:
+        await until(hashing.is_set)
+        reserved.abort()
+        await refused(registry.NOT_FOUND, commit)
+    finally:
+        go_on.set()
+    assert not stream._pending
 
 
 # --- ends ---

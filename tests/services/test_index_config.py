@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvsp.protocol import descriptor, limits
 from kvsp.rpc.channel import open_channel
-from kvsp.rpc.config import ConfigError
+from kvsp.rpc.config import ConfigError, load_descriptors
 from kvsp.v1 import index_pb2
 from services.index import server
-from services.index.config import load_block_tokens, load_config
+from services.index.config import load_config
 
 BASE = 'listen = "unix:/run/is.sock"\npolicy = "policy.toml"\nprincipal = "spiffe://t/is"\n'
 
@@ -86,16 +86,16 @@ def test_a_missing_config_is_one_line(path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.spec("U-41", "R-018")
-def test_block_length_comes_from_descriptors(tmp_path: Path) -> None:
+def test_descriptors_are_found_by_the_id_that_they_compute_to(tmp_path: Path) -> None:
     vectors = json.loads((Path(__file__).parents[1] / "protocol/vectors.json").read_text())
     text = vectors["jcs_descriptor"]["text"]
     (tmp_path / "d.json").write_text(text)
     loaded = descriptor.load(text.encode())
-    assert load_block_tokens([str(tmp_path / "d.json")]) == {descriptor.compat_id(loaded): loaded.block_tokens}
+    assert load_descriptors([str(tmp_path / "d.json")]) == {descriptor.compat_id(loaded): loaded}
     (tmp_path / "bad.json").write_text("{}")
     for bad in ("bad.json", "none.json"):
         with pytest.raises(ConfigError, match=bad):
-            load_block_tokens([str(tmp_path / bad)])
+            load_descriptors([str(tmp_path / bad)])
 
 
 async def _started(path: Path) -> asyncio.subprocess.Process:

@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from deploy.local.layout import Layout
 from deploy.local.stack import Background, prepare, running
 from kvsp.protocol.descriptor import Descriptor, canonical, compat_id
 from kvsp.protocol.keys import ScopeKey
+
+REACHED_S = 10.0
+UNAVAILABLE = 503
 
 SMALL = Descriptor(
     model="example/small",
@@ -126,8 +130,22 @@ class RunningStack:
         self._background.call(self._background.stack.supervisor.stop_one(name))
 
     def start(self, name: str) -> None:
-        """Start one process (again) and wait until it serves."""
+        """Start one process (again) and wait until requests reach it: the gateway looks for it once a second."""
         self._background.call(self._background.stack.supervisor.start_one(name))
+        deadline = time.monotonic() + REACHED_S
+        while self._probe(name) == UNAVAILABLE:
+            assert time.monotonic() < deadline, f"{name} is not reached again"
+            time.sleep(0.05)
+
+    def _probe(self, name: str) -> int:
+        """Status of a request that gets as far as the process."""
+        if name == "index":
+            body = {"scope_id": self.scope_id(), "compat_id": self.compat_id(), "block_keys": []}
+            return self.request("POST", self.index + "lookup", body).status
+        if name == "h1":
+            key = "00" * 32
+            return self.request("HEAD", f"{self.holder}blocks/{self.compat_id()}/{self.scope_id()}/{key}").status
+        return self.request("GET", self.index + "nothing").status
 
     def restart(self, name: str) -> None:
         """Kill one process and start it again."""

@@ -59,7 +59,7 @@ def tight(admin: str) -> Iterator[RunningStack]:
         layout.make_directories()
         write_policy(layout, ensure_scopes(layout))
         policy = layout.home / "quotas.toml"
-        quotas = QUOTAS.format(uri=identity_uri("pc"), octets=3 * 1200)
+        quotas = QUOTAS.format(uri=identity_uri("pc"), octets=3 * PAGE)
         policy.write_text(layout.policy.read_text() + quotas)
         holder = {"arena_octets": ROOM * PAGE, "policy": str(policy), "admin": admin}
         with start_stack(layout, overrides={"h1": holder}) as started:
@@ -82,12 +82,16 @@ def test_a_full_arena_of_leased_blocks(tight: RunningStack) -> None:
     kept, late = chain(tight, ROOM), chain(tight, 1)[0]
     store(tight, kept)
     eventually(lambda: matched(tight, kept) == ROOM, "not published")
-    lease = create_lease(tight, kept, 60_000)
-    assert lease.status == 201
+    # No client may lease more than half of the arena; two together can.
+    assert_problem(create_lease(tight, kept[: ROOM // 2 + 1], 60_000), 429, "kvsp-lease-quota")
+    lease = create_lease(tight, kept[: ROOM // 2], 60_000)
+    other = create_lease(tight, kept[ROOM // 2 :], 60_000, "ii1")
+    assert (lease.status, other.status) == (201, 201)
     assert_problem(put(tight, late), 503, retry=True)
     for each in kept:
         assert get(tight, each).body == each.octets
     release(tight, lease.json()["lease"])
+    release(tight, other.json()["lease"], "ii1")
     assert put(tight, late).status == 201
     assert get(tight, late).body == late.octets
     gone = [each for each in kept if get(tight, each).status == 404]
@@ -129,8 +133,9 @@ def test_a_renewed_lease_outlasts_a_flood(tight: RunningStack) -> None:
 def test_a_lease_that_lapses_protects_no_more(tight: RunningStack) -> None:
     kept = chain(tight, ROOM)
     store(tight, kept)
-    lease = create_lease(tight, kept, 400)
+    lease = create_lease(tight, kept[: ROOM // 2], 400)
     assert lease.status == 201
+    assert create_lease(tight, kept[ROOM // 2 :], 400, "ii1").status == 201
     late = chain(tight, 1)[0]
     eventually(lambda: put(tight, late).status == 201, "the lease never lapsed")
     renewal = tight.request("PUT", f"{tight.holder}leases/{lease.json()['lease']}", {"ttl_ms": 400})

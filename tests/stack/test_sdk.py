@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import secrets
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +25,7 @@ from kvsp.protocol.keys import block_keys
 from kvsp.protocol.records import LookupReply
 from tests.stack.harness import LARGE, SMALL, RunningStack
 
+QUICKSTART = Path(__file__).parents[2] / "docs/quickstart.md"
 pytestmark = pytest.mark.stack
 
 
@@ -58,7 +63,9 @@ def published(client: Client, scope: str, compat: str, keys: list[str]) -> Looku
 
 @pytest.mark.parametrize("descriptor", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.spec("R-155", "R-157", "R-090", "R-092", "R-151", "U-32", "U-54")
-def test_put_lookup_get(stack: RunningStack, client: Client, descriptor: Descriptor) -> None:
+def test_what_was_put_is_found_and_fetched_whole_and_by_layers(
+    stack: RunningStack, client: Client, descriptor: Descriptor
+) -> None:
     scope, compat = stack.scope_id(), stack.compat_id(descriptor)
     keys = fresh_keys(stack, descriptor, 3)
     blocks = [block_of(descriptor) for _ in keys]
@@ -95,7 +102,7 @@ def test_http2_is_negotiated(stack: RunningStack, client: Client) -> None:
 
 
 @pytest.mark.spec("R-088", "R-150", "R-200")
-def test_a_miss_and_a_foreign_scope(stack: RunningStack, client: Client) -> None:
+def test_a_miss_is_not_found_and_a_foreign_scope_is_denied(stack: RunningStack, client: Client) -> None:
     compat, key = stack.compat_id(SMALL), fresh_keys(stack, SMALL, 1)[0]
     assert client.lookup(stack.scope_id(), compat, [key]).matched == 0
     with pytest.raises(BlockUnavailable) as missed:
@@ -107,7 +114,7 @@ def test_a_miss_and_a_foreign_scope(stack: RunningStack, client: Client) -> None
 
 
 @pytest.mark.spec("R-033", "U-25", "R-160")
-def test_what_a_put_may_not_be(stack: RunningStack, client: Client) -> None:
+def test_an_unfit_or_misdigested_put_stores_nothing(stack: RunningStack, client: Client) -> None:
     scope, compat = stack.scope_id(), stack.compat_id(SMALL)
     key = fresh_keys(stack, SMALL, 1)[0]
     with pytest.raises(KvspError) as unfit:
@@ -122,7 +129,7 @@ def test_what_a_put_may_not_be(stack: RunningStack, client: Client) -> None:
 
 
 @pytest.mark.spec("R-140", "R-142")
-def test_a_lease_renews_and_ends(stack: RunningStack, client: Client) -> None:
+def test_a_lease_is_renewed_and_an_unknown_block_is_not_leased(stack: RunningStack, client: Client) -> None:
     scope, compat = stack.scope_id(), stack.compat_id(SMALL)
     keys = fresh_keys(stack, SMALL, 2)
     for key in keys:
@@ -138,7 +145,7 @@ def test_a_lease_renews_and_ends(stack: RunningStack, client: Client) -> None:
     assert unknown.value.status == 404
 
 
-async def test_the_asynchronous_client(stack: RunningStack, demo: Stack) -> None:
+async def test_the_asynchronous_client_fetches_what_it_put(stack: RunningStack, demo: Stack) -> None:
     scope, compat = stack.scope_id(), stack.compat_id(SMALL)
     key, octets = fresh_keys(stack, SMALL, 1)[0], block_of(SMALL)
     async with AsyncClient(demo.credentials, demo.endpoints) as client:
@@ -147,7 +154,33 @@ async def test_the_asynchronous_client(stack: RunningStack, demo: Stack) -> None
         assert block.payload == octets[block.header.header_octets :]
 
 
-def test_the_tool(stack: RunningStack, client: Client, tmp_path: Path) -> None:
+def test_the_shell_commands_of_the_quickstart_run_as_printed(stack: RunningStack, tmp_path: Path) -> None:
+    example = re.search(
+        r"<!-- tests/stack/test_sdk.py runs this -->\n```sh\n(.*?)```", QUICKSTART.read_text(), re.DOTALL
+    )
+    assert example is not None
+    home = tmp_path / ".kvsp"
+    home.mkdir()
+    (home / "scopes").symlink_to(stack.layout.home / "scopes")
+    (home / "descriptor.json").symlink_to(stack.endpoints["descriptor"])
+    script = example[1].replace("seq 64", f"seq {secrets.randbelow(2**31)} 9999999999 | head -n 64")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "KVSP_HOME": str(stack.layout.home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^stored +True$", done.stdout, re.MULTILINE)
+    assert "matched 1 of 16" in done.stdout
+    assert re.search(r"^whole_block +True$", done.stdout, re.MULTILINE)
+
+
+def test_the_tool_moves_a_block_there_and_back(stack: RunningStack, client: Client, tmp_path: Path) -> None:
     scope, compat = stack.scope_id(), stack.compat_id(SMALL)
     key, octets = fresh_keys(stack, SMALL, 1)[0], block_of(SMALL)
     (tmp_path / "block").write_bytes(octets)
