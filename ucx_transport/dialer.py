@@ -1,0 +1,125 @@
+"""Connections to holders: made when needed, used for one transfer at a time, kept for the next."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from kvsp.bulk.source import Ticket
+from ucx_transport import library, session
+from ucx_transport.engine import Connection, Engine
+from ucx_transport.frames import Movement
+from ucx_transport.memory import Buffers
+
+IDLE_S: Final = 30.0
+IDLE_MAX: Final = 32
+"""Connections kept per holder."""
+PORT_MAX: Final = 0xFFFF
+
+
+class Link:
+    """A greeted connection, and the keys of the transfer that has it."""
+
+    def __init__(self, connection: Connection, address: str, hellos: bytes) -> None:
+        self.connection = connection
+        self.address = address
+        self._hellos = hellos
+        self._number = 0
+        self._keys: session.Keys | None = None
+        self.idle_until = 0.0
+
+    async def present(
+        self, ticket: Ticket, view: memoryview, buffers: Buffers, *, write: bool = False
+    ) -> tuple[Movement, asyncio.Future[None]]:
+        """Ask for the transfer of a ticket, proving that it is ours.
+
+        Returns the movement of its frames, and a future that is done when the holder has proved that it
+        issued the ticket. Raises KvspError (503); the connection is closed then.
+        """
+        keys = self._keys = session.Keys(ticket, self._hellos, self._number, write=write)
+        self._number += 1
+        movement = Movement(self.connection, keys, ticket.frames, view, buffers)
+        try:
+            await self.connection.say(ticket.token + keys.proofs.request)
+        except BaseException:
+            movement.stop()
+            raise
+        proved = asyncio.ensure_future(self._proof(keys.proofs.accept))
+        # When frames fail first, nobody asks for the proof any more.
+        proved.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return movement, proved
+
+    async def _proof(self, expected: bytes) -> None:
+        session.check_mac(expected, await self.connection.hear(session.MAC_OCTETS))
+
+    async def finished(self) -> None:
+        """The holder has everything that was written. Raises KvspError (503)."""
+        assert self._keys is not None  # noqa: S101 - a ticket was presented
+        await self._proof(self._keys.proofs.done)
+
+
+class Dialer:
+    """Owns the engine of the loop that uses it, and the idle links."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._engine: Engine | None = None
+        self._idle: dict[str, list[Link]] = {}
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this UCX reaches CUDA memory."""
+        return library.has_cuda(self._context)
+
+    async def link(self, address: str) -> Link:
+        """A kept link to a holder, or a new one. Raises KvspError (503)."""
+        return self._kept(address) or await self._greet(address)
+
+    def keep(self, link: Link) -> None:
+        """A transfer is over and its link as good as new."""
+        idle = self._idle.setdefault(link.address, [])
+        if link.connection.engine is not self._engine or len(idle) >= IDLE_MAX:
+            link.connection.close()
+            return
+        link.idle_until = asyncio.get_running_loop().time() + IDLE_S
+        idle.append(link)
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        self._idle.clear()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _kept(self, address: str) -> Link | None:
+        self._check_loop()
+        idle = self._idle.get(address, [])
+        now = asyncio.get_running_loop().time()
+        while idle:
+            link = idle.pop()
+            if link.connection.alive and now < link.idle_until:
+                return link
+            link.connection.close()
+        return None
+
+    async def _greet(self, address: str) -> Link:
+        host, _, port = address.rpartition(":")
+        if self._engine is None:
+            self._engine = Engine(self._context)
+        connection = self._engine.connect(host, int(port))
+        try:
+            said = session.hello()
+            await connection.say(said)
+            heard = await connection.hear(session.HELLO_OCTETS)
+            session.check_hello(heard)
+            connection.agree(*session.control_tags(said + heard))
+        except BaseException:
+            connection.close()
+            raise
+        return Link(connection, address, said + heard)
+
+    def _check_loop(self) -> None:
+        """Engines belong to a loop; one whose loop is gone or another is of no use."""
+        engine = self._engine
+        if engine is not None and (engine.closed or engine.loop is not asyncio.get_running_loop()):
+            self.close()

@@ -1,0 +1,120 @@
+"""What is said before octets flow, and the keys that come of it. Pure.
+
+A connection begins with a nonce from each side. Every transfer on it begins with a ticket's token and a MAC
+over nonces, number and token; the server answers with its own MAC. So each side proves, for this connection
+and this transfer, that it knows the ticket's key, which travelled on the authenticated control channel alone.
+
+    client  Hello:   "KVU1" nonce(16)
+    server  Hello:   "KVU1" nonce(16)
+    client  Request: token(16) mac(32)
+    server  Accept:  mac(32)
+            frames, as tagged messages
+    server  Done:    mac(32), after a write
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kvsp.bulk.source import Ticket
+from ucx_transport.errors import lost
+
+MAGIC: Final = b"KVU1"
+NONCE_OCTETS: Final = 16
+HELLO_OCTETS: Final = len(MAGIC) + NONCE_OCTETS
+TOKEN_OCTETS: Final = 16
+MAC_OCTETS: Final = 32
+REQUEST_OCTETS: Final = TOKEN_OCTETS + MAC_OCTETS
+KEY_OCTETS: Final = 32
+SEAL_OCTETS: Final = 16
+"""What sealing adds to a frame: the tag of AES-GCM."""
+_INFO: Final = b"kvsp ucx 1"
+
+
+def hello() -> bytes:
+    """The first words of either side."""
+    return MAGIC + secrets.token_bytes(NONCE_OCTETS)
+
+
+def check_hello(octets: bytes) -> None:
+    """Raises KvspError (503) when the peer speaks something else."""
+    if not octets.startswith(MAGIC):
+        raise lost("the peer speaks another protocol")
+
+
+def control_tags(hellos: bytes) -> tuple[int, int]:
+    """The tags of what client and server say after their hellos (the client's first)."""
+    words = (hashlib.sha256(hellos + side).digest()[:8] for side in (b"client", b"server"))
+    client, server = (int.from_bytes(word) >> 1 for word in words)
+    return client, server
+
+
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """The three MACs of a transfer."""
+
+    request: bytes
+    accept: bytes
+    done: bytes
+
+
+class Keys:
+    """Keys of one transfer: `number` counts those of a connection, `hellos` are the client's and the server's.
+
+    Every transfer has keys of its own, by direction, so a frame's number is nonce enough: one side sends frames.
+    """
+
+    def __init__(self, ticket: Ticket, hellos: bytes, number: int, *, write: bool) -> None:
+        info = _INFO + (b" write" if write else b" read")
+        derive = HKDF(hashes.SHA256(), 2 * KEY_OCTETS + 8, salt=hellos + number.to_bytes(8), info=info)
+        derived = derive.derive(ticket.key)
+        mac_key, data_key = derived[:KEY_OCTETS], derived[KEY_OCTETS : 2 * KEY_OCTETS]
+        # Nobody who lacks the key can guess a tag and slip a message in.
+        self.first_tag = int.from_bytes(derived[2 * KEY_OCTETS :]) >> 1
+        self._cipher = AESGCM(data_key) if ticket.sealed else None
+        self.overhead = SEAL_OCTETS if ticket.sealed else 0
+        self.proofs = Proofs(*(hmac.digest(mac_key, word + ticket.token, "sha256") for word in _WORDS))
+
+    @property
+    def sealed(self) -> bool:
+        """Whether frames are encrypted."""
+        return self._cipher is not None
+
+    def seal(self, frame: int, offset: int, plain: memoryview, into: memoryview) -> None:
+        """Encrypt a frame into `into`, `overhead` octets longer."""
+        assert self._cipher is not None  # noqa: S101 - a caller asks `sealed` first
+        self._cipher.encrypt_into(_nonce(frame), plain, _bound(frame, offset, len(plain)), into)
+
+    def open(self, frame: int, offset: int, sealed: memoryview, into: memoryview) -> None:
+        """Decrypt a frame into `into`. Raises KvspError (503) unless it is what the peer sealed for this place."""
+        assert self._cipher is not None  # noqa: S101
+        try:
+            self._cipher.decrypt_into(_nonce(frame), sealed, _bound(frame, offset, len(into)), into)
+        except InvalidTag:
+            raise lost("a frame was changed on its way") from None
+
+
+_WORDS: Final = (b"request", b"accept", b"done")
+
+
+def check_mac(expected: bytes, got: bytes) -> None:
+    """Raises KvspError (503) unless they are equal."""
+    if not hmac.compare_digest(expected, got):
+        raise lost("the peer does not know the ticket")
+
+
+def _nonce(frame: int) -> bytes:
+    return frame.to_bytes(12)
+
+
+def _bound(frame: int, offset: int, length: int) -> bytes:
+    return b"".join(each.to_bytes(8) for each in (frame, offset, length))

@@ -1,0 +1,184 @@
+"""The reader's and writer's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
+
+from kvsp.bulk.source import (
+    PIECE_OCTETS,
+    BlockWriter,
+    Capabilities,
+    Piece,
+    SourceUnavailableError,
+    Ticket,
+    Transfer,
+)
+from ucx_transport import library
+from ucx_transport.dialer import Dialer, Link
+from ucx_transport.frames import WINDOW, Movement
+from ucx_transport.memory import Buffers, octets_of
+
+
+class UcxSource:
+    """Takes tickets of holders that listen with UCX. Raises SourceUnavailableError where UCX cannot be had.
+
+    `UCX_*` variables of the environment tune it. Connections are kept per holder and used again.
+    """
+
+    scheme: ClassVar[str] = "ucx"
+
+    def __init__(self) -> None:
+        context = library.open_context({})
+        self.capabilities = Capabilities(rdma=library.has_rdma(context))
+        self._dialer = Dialer(context)
+        self._buffers = Buffers()
+
+    @property
+    def cuda(self) -> bool:
+        """Whether targets may lie in CUDA memory."""
+        return self._dialer.cuda
+
+    def reader(self, transfer: Transfer) -> UcxReader:
+        """Begin to take octets."""
+        return UcxReader(self._dialer, self._buffers, transfer.length, _ticket(transfer))
+
+    def writer(self, transfer: Transfer) -> BlockWriter:
+        """Begin to give octets."""
+        return _Writer(self._dialer, self._buffers, _ticket(transfer))
+
+    def close(self) -> None:
+        """End all connections. Idempotent; a later transfer makes new ones."""
+        self._dialer.close()
+
+
+class UcxReader:
+    """A BlockReader that can also put octets where they are wanted."""
+
+    def __init__(self, dialer: Dialer, buffers: Buffers, length: int, ticket: Ticket) -> None:
+        self._dialer = dialer
+        self._buffers = buffers
+        self._length = length
+        self._ticket = ticket
+        self._task: asyncio.Task[None] | None = None
+        self._movement: Movement | None = None
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Octets in order, as views of memory that stays as it is while views of it are there."""
+        view = self._buffers.take(self._length)
+        done = 0
+        async for end in self.into(view):
+            for at in range(done, end, PIECE_OCTETS):
+                yield view[at : min(at + PIECE_OCTETS, end)]
+            done = end
+
+    async def into(self, target: Any) -> AsyncIterator[int]:
+        """Receive into a writable buffer or CPU tensor of `length` octets; yields n when 0...n are in place.
+
+        Raises ValueError for an unfit target, KvspError (503).
+        """
+        view = octets_of(target)
+        if len(view) != self._length:
+            raise ValueError("the target has another length than the transfer")
+        arrived: asyncio.Queue[int | None] = asyncio.Queue()
+        # A task of its own: a slow consumer must not let the holder's sending stall.
+        self._task = asyncio.ensure_future(self._receive(view, arrived.put_nowait))
+        self._task.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (end := await arrived.get()) is not None:
+                yield end
+            await self._task
+        finally:
+            self.close()
+
+    async def _receive(self, view: memoryview, arrived: Callable[[int], None]) -> None:
+        link = await self._dialer.link(self._ticket.address)
+        self._movement, proved = await link.present(self._ticket, view, self._buffers)
+        await self._movement.receive(arrived, proved)
+        self._movement.done()
+        self._movement = None
+        self._dialer.keep(link)
+
+    def close(self) -> None:
+        """Let go of everything; idempotent. Nothing is written to a target of `into` any more."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._movement is not None:
+            self._movement.stop()
+            self._movement = None
+
+
+class _Writer:
+    """Gathers octets into frames and sends them, several at a time."""
+
+    def __init__(self, dialer: Dialer, buffers: Buffers, ticket: Ticket) -> None:
+        self._dialer = dialer
+        self._buffers = buffers
+        self._ticket = ticket
+        self._link: Link | None = None
+        self._movement: Movement | None = None
+        self._sending: list[asyncio.Task[None]] = []
+        self._frame = memoryview(b"")
+        self._number = 0
+        self._filled = 0
+
+    async def write(self, piece: Piece) -> None:
+        rest = memoryview(piece).cast("B")
+        while rest:
+            if not self._filled:
+                if self._number == len(self._ticket.frames):
+                    raise ValueError("more octets than agreed")
+                self._frame = self._buffers.take(self._ticket.frames[self._number])
+            part = rest[: len(self._frame) - self._filled]
+            self._frame[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == len(self._frame):
+                await self._send()
+
+    async def _send(self) -> None:
+        movement = await self._begun()
+        frame = asyncio.ensure_future(movement.send_frame(self._number, self._frame))
+        self._sending.append(frame)
+        self._number += 1
+        self._filled = 0
+        if len(self._sending) >= WINDOW:
+            await self._sending.pop(0)
+
+    async def _begun(self) -> Movement:
+        if self._link is None:
+            self._link = await self._dialer.link(self._ticket.address)
+            self._movement, proved = await self._link.present(
+                self._ticket, memoryview(b""), self._buffers, write=True
+            )
+            await proved  # nothing is given to who has not proved to be the holder
+        if self._movement is None:
+            raise ValueError("the writer is closed")
+        return self._movement
+
+    async def finish(self) -> None:
+        movement = await self._begun()
+        while self._sending:
+            await self._sending.pop(0)
+        assert self._link is not None  # noqa: S101 - begun
+        await self._link.finished()
+        movement.done()
+        self._movement = None
+        self._dialer.keep(self._link)
+
+    def close(self) -> None:
+        for frame in self._sending:
+            frame.cancel()
+        self._sending.clear()
+        if self._movement is not None:
+            self._movement.stop()
+            self._movement = None
+
+
+def _ticket(transfer: Transfer) -> Ticket:
+    if transfer.ticket is None:
+        raise SourceUnavailableError("the holder gave no ticket")
+    if sum(transfer.ticket.frames) != transfer.length:
+        raise SourceUnavailableError("the ticket is for another length")
+    return transfer.ticket
