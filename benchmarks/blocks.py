@@ -20,7 +20,7 @@ from kvsp.client import Client
 from kvsp.protocol.records import ReplicaRecord
 
 MIB = 1 << 20
-SIZES = {2 * MIB: 60, 32 * MIB: 15}  # octets -> rounds
+SIZES = {2 * MIB: (30, 8), 32 * MIB: (12, 2)}  # octets -> rounds, calls in a turn
 
 
 def run() -> list[Row]:
@@ -34,8 +34,8 @@ def run() -> list[Row]:
             peers.nginx(work / "nginx", files, bench.server_tls) as nginx,
             peers.redis(work / "redis", bench.server_tls) as port,
         ):
-            for size, rounds in SIZES.items():
-                rows += _size(bench, files, nginx, _redis(bench, port), size, rounds)
+            for size, turns in SIZES.items():
+                rows += _size(bench, files, nginx, _redis(bench, port), size, *turns)
     return rows
 
 
@@ -50,7 +50,9 @@ def _redis(bench: Bench, port: int) -> redis_client.Redis:
     )
 
 
-def _size(bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size: int, rounds: int) -> list[Row]:
+def _size(
+    bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size: int, rounds: int, calls: int
+) -> list[Row]:
     label = f"{size // MIB} MiB"
     octets = make_container(size)
     key = make_key("get", size)
@@ -74,6 +76,7 @@ def _size(bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size
                 "redis": lambda: redis.get(key),
             },
             rounds,
+            calls,
         )
         numbers = itertools.count()
         puts = interleaved(
@@ -84,6 +87,7 @@ def _size(bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size
                 "redis": lambda: redis.set("put", octets),
             },
             rounds,
+            calls,
         )
     return [
         Row.rate(f"GET {label}", "kvsp, unverified", gets["kvsp"], "nginx mTLS", gets["nginx"], size),

@@ -131,7 +131,8 @@ def programs(layout: Layout) -> list[Program]:
         argv = (sys.executable, "-m", "kvsp.cli.daemon", "serve", role, "--config", str(layout.config(name)))
         return Program(name, argv, layout.log(name), is_ready)
 
-    workers = str(min(os.cpu_count() or 1, 4))
+    # One connection is one worker's; clients and roles want the other cores (2 MiB GETs gain 6 % on two).
+    workers = str(max(1, min((os.cpu_count() or 1) // 2, 4)))
     envoy_argv = (
         envoy.find_binary(), "-c", str(layout.envoy), "--concurrency", workers,
         "--disable-hot-restart", "--log-level", "warning",

@@ -51,7 +51,7 @@ class Download:
             raise ValueError(f"buffer holds {len(self._into)} octets, the payload has {expect.payload_octets}")
         self._length: int | None = None
         self._head = container.HeaderReader()
-        self._hashed = self._filled = 0
+        self._hashed = self._filled = self._room = 0
         self._layers = ContainerDigester()
         self._whole: WholeDigest | None = None
         self.header: Header | None = None
@@ -81,11 +81,11 @@ class Download:
             piece = self._take_head(piece)
             if self.header is None:
                 return
-        end = self._filled + len(piece)
-        if end > len(self.payload):
+        start = self._filled
+        self._filled = end = start + len(piece)
+        if end > self._room:
             raise mismatch("octets after the end of the container")
-        self.payload[self._filled : end] = piece
-        self._filled = end
+        self.payload[start:end] = piece
         if self._verify and end - self._hashed >= HASH_STEP:
             self._hash()
 
@@ -144,6 +144,7 @@ class Download:
             # Without a descriptor nobody can tell a small buffer from a holder that sends too much.
             raise unavailable(f"payload has {header.payload_octets} octets, the buffer holds {len(room)}")
         self.payload = room[: header.payload_octets]
+        self._room = header.payload_octets
         self.header = header
         if self._whole is not None:
             self._layers.feed(self._head.octets)

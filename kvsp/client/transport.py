@@ -82,6 +82,7 @@ class Reply:
         self._body_max = body_max
         self._in_head = False
         self._begun = False
+        self._take: Callable[[bytes], None] | None = None
 
     @property
     def ok(self) -> bool:
@@ -103,9 +104,12 @@ class Reply:
     def on_body(self, piece: bytes) -> int | None:
         """Octets of the body. A number other than their count tells libcurl to stop."""
         try:
-            if self._sink is not None and self.ok:
+            if self._take is not None:  # called once every 8 to 16 KiB: kept short
+                self._take(piece)
+            elif self._sink is not None and self.ok:
                 self.begin()
-                self._sink.write(piece)
+                self._take = self._sink.write
+                self._take(piece)
             elif len(self.body) + len(piece) > (self._body_max if self.ok else PROBLEM_OCTETS_MAX):
                 raise unavailable("reply is longer than expected")
             else:
