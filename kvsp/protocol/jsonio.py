@@ -74,12 +74,11 @@ def _check_text(octets: bytes) -> None:
         octets.isascii() or octets.decode()
     except UnicodeDecodeError:
         raise bad_request("JSON text is not UTF-8") from None
-    if octets.count(b"[") + octets.count(b"{") > limits.JSON_DEPTH_MAX:
-        _check_depth(_STRINGS.sub(b'""', octets))
-    if _LARGE.search(octets):
-        _check_numbers(_STRINGS.sub(b'""', octets))
+    bare = _without_strings(octets)
+    _check_depth(bare)
+    _check_numbers(bare)
     # Python code runs once an object in the pass below: no record of ours needs that many.
-    if octets.count(b"{") > limits.JSON_OBJECTS_MAX:
+    if bare.count(b"{") > limits.JSON_OBJECTS_MAX:
         raise KvspError(registry.CONTENT_TOO_LARGE, "JSON text holds too many objects")
     try:
         json.loads(octets, object_pairs_hook=_check_names)
@@ -87,12 +86,20 @@ def _check_text(octets: bytes) -> None:
         raise bad_request(f"JSON is malformed: {error}") from None
 
 
+def _without_strings(octets: bytes) -> bytes:
+    """What stands outside of strings, which are most of a text of ours."""
+    if b"\\" in octets:
+        return _STRINGS.sub(b'""', octets)
+    return b'""'.join(octets.split(b'"')[::2])
+
+
 def _check_depth(bare: bytes) -> None:
     """Peel off one level of brackets at a time: what is left after the deepest allowed is too deep."""
     brackets = bare.translate(_ONE_KIND, _NO_BRACKETS)
     for _ in range(limits.JSON_DEPTH_MAX):
         brackets = brackets.replace(b"()", b"")
-    if brackets:  # or unbalanced, which is no JSON either
+    # What is left otherwise is unbalanced: the parser's to refuse, unless it would have to go deep for it.
+    if b"()" in brackets or brackets.count(b"(") > limits.JSON_DEPTH_MAX:
         raise bad_request(f"JSON nested deeper than {limits.JSON_DEPTH_MAX}")
 
 
