@@ -10,12 +10,13 @@ from typing import Any
 from gateway.config import RoleConfig
 from gateway.exchange import Exchange
 from kvsp.bulk.holder import HolderClient
-from kvsp.bulk.links import local_socket
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.routes import Route
 from kvsp.rpc.channel import DEFAULT_TIMEOUT_S, open_channel
 from kvsp.rpc.errors import translated
+from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import speak_for
+from kvsp.rpc.lookup import LookupClient
 from kvsp.v1 import common_pb2, common_pb2_grpc, holder_pb2_grpc, index_pb2_grpc
 
 
@@ -25,18 +26,18 @@ class Backend:
     def __init__(self, config: RoleConfig) -> None:
         self.role = config.role
         self.path = config.path
-        self.same_host = config.backend.address.startswith("unix:")
+        local = local_socket(config.backend.address)
         self._channel = open_channel(config.backend.address, config.backend.tls)
         self.authority = common_pb2_grpc.AuthorityStub(self._channel)
         self.index = index_pb2_grpc.IndexStub(self._channel)
         self.holder = holder_pb2_grpc.HolderStub(self._channel)
-        self.blocks = HolderClient(
-            self._channel, same_host=self.same_host, local=local_socket(config.backend.address)
-        )
+        self.lookups = LookupClient(self._channel, local)
+        self.blocks = HolderClient(self._channel, same_host=local is not None, local=local)
 
     async def close(self) -> None:
         """End everything that is open."""
         await self.blocks.close()
+        await self.lookups.close()
         await self._channel.close(None)
 
 

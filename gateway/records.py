@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 
 from gateway.backend import Call
 from gateway.exchange import json_fields
-from kvsp.bulk import handoff
-from kvsp.bulk.chooser import report_fallback
 from kvsp.protocol import jsonio, limits
 from kvsp.protocol.names import normal_uuid
 from kvsp.protocol.records import Granted, LeaseRenewal, LeaseReply, LeaseRequest, LookupRequest, ReplicaRecord
@@ -21,8 +19,6 @@ from kvsp.v1 import holder_pb2, index_pb2
 
 UNASKED_OCTETS_MAX: Final = 256 << 10
 """A longer body is read only for callers that may send it at all; the check costs a call."""
-
-LOOKUP_TIMEOUT_S: Final = 60.0  # covers the way to the client too when the text comes in chunks
 
 Translate = Callable[[Call, Any], Awaitable[None]]
 
@@ -46,7 +42,7 @@ def handler(translate: Translate) -> Callable[[Call], Awaitable[None]]:
 
 
 async def lookup(call: Call, record: LookupRequest) -> None:
-    """The index's JSON goes through as it is."""
+    """The index's JSON goes through as it comes."""
     targets = [] if isinstance(record.targets, UnsetType) else record.targets
     request = index_pb2.LookupRequest(
         scope_id=bytes.fromhex(record.scope_id),
@@ -54,37 +50,12 @@ async def lookup(call: Call, record: LookupRequest) -> None:
         block_keys=bytes.fromhex("".join(record.block_keys)),
         targets=targets,
         want_targets=record.targets is not UNSET,
-        same_host=call.backend.same_host,
     )
-    head, chunks = await _ask(call, request)
-    text = _taken(head)
-    if head.handoff and text is None:
-        request.same_host = False
-        head, chunks = await _ask(call, request)
-    await call.exchange.start(200, json_fields(head.json_octets))
-    if text is not None:
-        await call.exchange.write(text)
-    async for chunk in chunks:
-        await call.exchange.write(chunk.json)
+    async with call.backend.lookups.lookup(call.principal, request) as found:
+        await call.exchange.start(200, json_fields(found.octets))
+        async for piece in found.pieces:
+            await call.exchange.write(piece)
     await call.exchange.finish()
-
-
-async def _ask(
-    call: Call, request: index_pb2.LookupRequest
-) -> tuple[index_pb2.LookupHead, AsyncIterator[index_pb2.LookupChunk]]:
-    chunks = aiter(call.backend.index.Lookup(request, **call.rpc | {"timeout": LOOKUP_TIMEOUT_S}))
-    return (await anext(chunks)).head, chunks
-
-
-def _taken(head: index_pb2.LookupHead) -> memoryview | None:
-    """The text that lies in shared memory; None when it does not, or cannot be had, which is then said."""
-    if not head.handoff:
-        return None
-    try:
-        return handoff.take(head.handoff, head.json_octets)
-    except OSError as error:
-        report_fallback("handoff", error.strerror)
-        return None
 
 
 async def put_replica(call: Call, record: ReplicaRecord) -> None:

@@ -29,11 +29,6 @@ def broken() -> KvspError:
     )
 
 
-def local_socket(address: str) -> Path | None:
-    """Where a holder that serves gRPC at `address` takes local control streams; None: on another host."""
-    return Path(address.removeprefix("unix:") + ".control") if address.startswith("unix:") else None
-
-
 class Link(Protocol):
     """Carries requests in the order of the calls, replies to `on_reply`, and calls `on_end` once."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Protocol, cast
 
 LENGTH_OCTETS: Final = 4
@@ -72,3 +73,21 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """End the connection when what is queued has gone."""
         self._transport.close()
+
+
+def local_socket(address: str) -> Path | None:
+    """Where a role that serves gRPC at `address` takes framed messages; None: on another host."""
+    return Path(address.removeprefix("unix:") + ".control") if address.startswith("unix:") else None
+
+
+async def read_message(reader: asyncio.StreamReader, octets_max: int) -> bytes:
+    """The next message of a stream. Raises ValueError when too long, IncompleteReadError at the end."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_OCTETS))
+    if length > octets_max:
+        raise ValueError("message too long")
+    return await reader.readexactly(length)
+
+
+def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Queue a message on a stream."""
+    writer.write(len(message).to_bytes(LENGTH_OCTETS) + message)

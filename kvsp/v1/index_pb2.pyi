@@ -28,15 +28,12 @@ class LookupRequest(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     WANT_TARGETS_FIELD_NUMBER: _builtins.int
-    SAME_HOST_FIELD_NUMBER: _builtins.int
     scope_id: _builtins.bytes
     compat_id: _builtins.bytes
     block_keys: _builtins.bytes
     """32 octets each, joined, in prefix order"""
     want_targets: _builtins.bool
     """`targets` was given, even if empty"""
-    same_host: _builtins.bool
-    """the reader can take a long text from shared memory"""
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -47,11 +44,10 @@ class LookupRequest(_message.Message):
         block_keys: _builtins.bytes = ...,
         targets: _abc.Iterable[_builtins.str] | None = ...,
         want_targets: _builtins.bool = ...,
-        same_host: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "compat_id", b"compat_id", "same_host", b"same_host", "scope_id", b"scope_id", "targets", b"targets", "want_targets", b"want_targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "compat_id", b"compat_id", "scope_id", b"scope_id", "targets", b"targets", "want_targets", b"want_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -63,24 +59,56 @@ class LookupChunk(_message.Message):
 
     HEAD_FIELD_NUMBER: _builtins.int
     JSON_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     json: _builtins.bytes
     @_builtins.property
     def head(self) -> Global___LookupHead: ...
+    @_builtins.property
+    def problem(self) -> _common_pb2.Problem:
+        """over the control socket, where there is no status to carry it"""
+
     def __init__(
         self,
         *,
         head: Global___LookupHead | None = ...,
         json: _builtins.bytes = ...,
+        problem: _common_pb2.Problem | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "json", b"json", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "json", b"json", "part", b"part", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "json", b"json", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "json", b"json", "part", b"part", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["head", "json"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["head", "json", "problem"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___LookupChunk: _TypeAlias = LookupChunk  # noqa: Y015
+
+@_typing.final
+class LocalLookup(_message.Message):
+    """On the control socket: one lookup, answered by a LookupChunk with head or problem, then the text itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    principal: _builtins.str
+    """as the metadata names it elsewhere"""
+    @_builtins.property
+    def request(self) -> Global___LookupRequest: ...
+    def __init__(
+        self,
+        *,
+        principal: _builtins.str = ...,
+        request: Global___LookupRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalLookup: _TypeAlias = LocalLookup  # noqa: Y015
 
 @_typing.final
 class LookupHead(_message.Message):
@@ -88,22 +116,18 @@ class LookupHead(_message.Message):
 
     MATCHED_FIELD_NUMBER: _builtins.int
     JSON_OCTETS_FIELD_NUMBER: _builtins.int
-    HANDOFF_FIELD_NUMBER: _builtins.int
     matched: _builtins.int
     json_octets: _builtins.int
     """total length of the text"""
-    handoff: _builtins.str
-    """path of the file that holds it; empty: it follows in chunks"""
     def __init__(
         self,
         *,
         matched: _builtins.int = ...,
         json_octets: _builtins.int = ...,
-        handoff: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "json_octets", b"json_octets", "matched", b"matched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_octets", b"json_octets", "matched", b"matched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

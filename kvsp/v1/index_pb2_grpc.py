@@ -71,8 +71,8 @@ class IndexServicer:
 
     def Lookup(self, request, context):
         """Longest-prefix lookup. The first message is `head`; the JSON text of the reply (LookupReply)
-        follows in chunks, so that stored records go to the wire as they are. A long text for a reader on
-        the same host lies in the file that `head` names instead: it removes the file and reads it.
+        follows in chunks, so that stored records go to the wire as they are. Peers on the same host send
+        LocalLookup over the index's control socket instead.
         Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
         Who may call: any role but the index, for its own scopes.
         """

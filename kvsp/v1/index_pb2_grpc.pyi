@@ -38,8 +38,8 @@ class IndexStub:
     def __new__(cls, channel: _aio.Channel) -> IndexAsyncStub: ...
     Lookup: _grpc.UnaryStreamMultiCallable[_index_pb2.LookupRequest, _index_pb2.LookupChunk]
     """Longest-prefix lookup. The first message is `head`; the JSON text of the reply (LookupReply)
-    follows in chunks, so that stored records go to the wire as they are. A long text for a reader on
-    the same host lies in the file that `head` names instead: it removes the file and reads it.
+    follows in chunks, so that stored records go to the wire as they are. Peers on the same host send
+    LocalLookup over the index's control socket instead.
     Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
     Who may call: any role but the index, for its own scopes.
     """
@@ -72,8 +72,8 @@ class IndexAsyncStub(IndexStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryStreamMultiCallable[_index_pb2.LookupRequest, _index_pb2.LookupChunk]  # type: ignore[assignment]
     """Longest-prefix lookup. The first message is `head`; the JSON text of the reply (LookupReply)
-    follows in chunks, so that stored records go to the wire as they are. A long text for a reader on
-    the same host lies in the file that `head` names instead: it removes the file and reads it.
+    follows in chunks, so that stored records go to the wire as they are. Peers on the same host send
+    LocalLookup over the index's control socket instead.
     Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
     Who may call: any role but the index, for its own scopes.
     """
@@ -109,8 +109,8 @@ class IndexServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.LookupChunk], _abc.AsyncIterator[_index_pb2.LookupChunk]]:
         """Longest-prefix lookup. The first message is `head`; the JSON text of the reply (LookupReply)
-        follows in chunks, so that stored records go to the wire as they are. A long text for a reader on
-        the same host lies in the file that `head` names instead: it removes the file and reads it.
+        follows in chunks, so that stored records go to the wire as they are. Peers on the same host send
+        LocalLookup over the index's control socket instead.
         Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
         Who may call: any role but the index, for its own scopes.
         """

@@ -13,7 +13,6 @@ import grpc
 import structlog
 
 from kvsp.bulk.control import refuse_all
-from kvsp.bulk.links import local_socket
 from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.policy import Identity, Policy
@@ -23,6 +22,7 @@ from kvsp.rpc.channel import open_channel
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_policy
 from kvsp.rpc.convert import split_keys
+from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import caller
 from kvsp.rpc.interceptors import frames
 from kvsp.v1 import common_pb2_grpc, holder_pb2, holder_pb2_grpc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,6 @@ import grpc
 import prometheus_client
 import structlog
 
-from kvsp.bulk import handoff
 from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.names import check_base_uri, party_id
@@ -22,9 +21,11 @@ from kvsp.rpc.authority import Authority
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load_descriptors, load_policy
 from kvsp.rpc.convert import replica_from_message, split_keys, status_from_message
+from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import caller
 from kvsp.v1 import common_pb2_grpc, index_pb2, index_pb2_grpc
 from services.index.config import IndexConfig, load_config
+from services.index.local import local_peers
 from services.index.metrics import TallyCollector
 from services.index.state import Found, IndexState, render_targets
 
@@ -44,7 +45,6 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         self, config: IndexConfig, policy: Policy, state: IndexState, now_ms: Callable[[], int] = now_ms
     ) -> None:
         self.draining = asyncio.Event()
-        self.outbox = handoff.Outbox(config.listen)
         self._config = config
         self._policy = policy
         self._state = state
@@ -54,7 +54,15 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         self, request: index_pb2.LookupRequest, context: Context
     ) -> AsyncIterator[index_pb2.LookupChunk]:
         """Longest-prefix lookup, its JSON in chunks."""
-        identity = caller(context, self._policy)
+        head, pieces = await self.look_up(caller(context, self._policy), request)
+        yield index_pb2.LookupChunk(head=head)
+        for chunk in _chunks(pieces):
+            yield index_pb2.LookupChunk(json=chunk)
+
+    async def look_up(
+        self, identity: Identity, request: index_pb2.LookupRequest
+    ) -> tuple[index_pb2.LookupHead, list[bytes]]:
+        """Longest-prefix lookup and its JSON text in pieces. Raises KvspError: 400, 403, 413."""
         keys = self._admit(request, identity)
         with_targets = request.want_targets or bool(request.targets)
         found = self._state.lookup(request.scope_id, request.compat_id, keys, self._now_ms(), survey=with_targets)
@@ -62,15 +70,7 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         if with_targets:
             pieces.append(await self._targets(found, request.targets))
         pieces.append(b"}")
-        head = index_pb2.LookupHead(matched=found.matched, json_octets=sum(map(len, pieces)))
-        # A peer elsewhere may say so, but cannot open the file: it would only fill our memory.
-        same_host = request.same_host and context.peer().startswith("unix:")
-        if same_host and head.json_octets >= handoff.OCTETS_MIN:
-            head.handoff = self._hand_over(pieces)
-        yield index_pb2.LookupChunk(head=head)
-        if not head.handoff:
-            for chunk in _chunks(pieces):
-                yield index_pb2.LookupChunk(json=chunk)
+        return index_pb2.LookupHead(matched=found.matched, json_octets=sum(map(len, pieces))), pieces
 
     async def PutReplica(  # noqa: N802
         self, request: index_pb2.PutReplicaRequest, context: Context
@@ -133,14 +133,6 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
             raise bad_request(str(error)) from None
         access.authorize(self._policy, identity, access.LOOKUP, scope_id=request.scope_id.hex())
         return keys
-
-    def _hand_over(self, pieces: Sequence[bytes]) -> str:
-        """The path of the text in shared memory; empty when there is no room: then it goes in chunks."""
-        try:
-            return self.outbox.put(pieces)
-        except OSError as error:
-            log.warning("no handoff", reason=error.strerror)
-            return ""
 
     async def _targets(self, found: Found, targets: Iterable[str]) -> bytes:
         estimates = []
@@ -215,12 +207,11 @@ def register(target: grpc.aio.Server, servicer: IndexServicer, policy: Policy) -
     common_pb2_grpc.add_AuthorityServicer_to_server(Authority(policy), target)
 
 
-async def _expire(state: IndexState, outbox: handoff.Outbox) -> None:
+async def _expire(state: IndexState) -> None:
     """Free the memory of what has expired, also when nobody asks."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
         state.table.expire(now_ms())
-        outbox.sweep()
 
 
 async def _main(config: IndexConfig) -> None:
@@ -234,9 +225,10 @@ async def _main(config: IndexConfig) -> None:
     made = server.make_server(config, SERVICES)
     servicer = IndexServicer(config, policy, state)
     register(made.grpc, servicer, policy)
-    expiry = asyncio.create_task(_expire(state, servicer.outbox))
+    expiry = asyncio.create_task(_expire(state))
     try:
-        await server.serve(made, servicer.drain)
+        async with local_peers(policy, servicer.look_up, local_socket(config.listen)):
+            await server.serve(made, servicer.drain)
     finally:
         expiry.cancel()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,18 +11,15 @@ from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from structlog.testing import capture_logs
 
-from kvsp.bulk import handoff
 from kvsp.protocol import jsonio, limits, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.names import party_id
 from kvsp.protocol.policy import Policy
 from kvsp.protocol.records import LookupReply, ReplicaRecord
-from kvsp.rpc.channel import open_channel
 from kvsp.rpc.convert import replica_to_message, status_to_message
 from kvsp.rpc.errors import from_message, translated
 from kvsp.rpc.identity import speak_for
@@ -34,8 +30,7 @@ from services.index.metrics import TallyCollector
 from services.index.server import IndexServicer, register
 from services.index.state import IndexState
 from tests.services.index_records import COMPAT, H1, H2, NO_SCOPE, OTHER_SCOPE, SCOPE, key, record, status
-from tests.services.rpc import connected, served
-from tests.services.test_rpc_identity import Pki, uri
+from tests.services.rpc import connected
 
 II7, II9 = "https://ii7.example/kvsp/", "https://ii9.example/kvsp/"
 BARE = "https://bare.example/kvsp/"  # a holder that no scope trusts
@@ -455,28 +450,3 @@ async def test_an_index_that_stops_ends_its_kept_streams(tmp_path: Path) -> None
         await servicer.drain()
         assert await publishing.read() is grpc.aio.EOF
         await feeding
-
-
-@pytest.mark.spec("D14", "R-214")
-@pytest.mark.parametrize("local", [True, False])
-async def test_only_a_peer_on_this_host_is_handed_a_file(
-    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
-    monkeypatch.setattr(handoff, "OCTETS_MIN", 0)
-    config = IndexConfig(listen=str(tmp_path), policy="", principal="")
-    servicer = IndexServicer(config, POLICY, IndexState(block_tokens={}))
-    pki = Pki(tmp_path)
-    tls = pki.issue("server", uri("is"), x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
-    address = f"unix:{tmp_path}/is.sock" if local else f"127.0.0.1:{unused_tcp_port}"
-    async with (
-        served(address, lambda target: register(target, servicer, POLICY), tls),
-        open_channel(address, pki.issue("client", uri("client"))) as opened,
-    ):
-        request = index_pb2.LookupRequest(
-            scope_id=bytes.fromhex(SCOPE), compat_id=bytes.fromhex(COMPAT), block_keys=key(0), same_host=True
-        )
-        call = index_pb2_grpc.IndexStub(opened).Lookup(request, metadata=speak_for("spiffe://t/client"), timeout=5)
-        head = (await call.read()).head
-        assert bool(head.handoff) == local
-        if local:
-            handoff.take(head.handoff, head.json_octets)
