@@ -5,6 +5,7 @@ One client process, kept connections; nginx is asked by the same client as we ar
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import redis as redis_client
 
 from benchmarks import peers
-from benchmarks.measure import Row, interleaved
+from benchmarks.measure import Row, Timing, interleaved
 from benchmarks.stack import COMPAT, Bench, bench_stack, make_container, make_key
 from kvsp.client import Client
 from kvsp.protocol.records import ReplicaRecord
@@ -61,40 +62,61 @@ def _size(
     path.write_bytes(octets)
     redis.set(key, octets)
     buffer = bytearray(size)
-    with bench.client(frozenset({nginx}), verify=False) as plain, bench.client() as verifying:
+    with (
+        bench.client(frozenset({nginx}), verify=False) as h2,
+        bench.client(frozenset({nginx}), verify=False, http2=False) as h1,
+        bench.client() as verifying,
+    ):
         verifying.put(bench.holder, COMPAT, bench.scope_id, key, octets)
         records = _published(verifying, bench.scope_id, key)
 
-        def get_from(holder: str) -> Callable[[], object]:
-            return lambda: plain.get_from(holder, COMPAT, bench.scope_id, key, into=buffer)
+        def get_from(client: Client, holder: str) -> Callable[[], object]:
+            return lambda: client.get_from(holder, COMPAT, bench.scope_id, key, into=buffer)
 
         gets = interleaved(
             {
-                "kvsp": get_from(bench.holder),
+                "kvsp h2": get_from(h2, bench.holder),
+                "kvsp h1": get_from(h1, bench.holder),
                 "kvsp verified": lambda: verifying.get(records, into=buffer),
-                "nginx": get_from(nginx),
+                "nginx h2": get_from(h2, nginx),
+                "nginx h1": get_from(h1, nginx),
                 "redis": lambda: redis.get(key),
             },
             rounds,
             calls,
         )
         numbers = itertools.count()
+        sha256 = hashlib.sha256(octets).digest()
+
+        def put(client: Client, known: bytes | None) -> Callable[[], object]:
+            return lambda: client.put(
+                bench.holder, COMPAT, bench.scope_id, make_key("put", size, next(numbers)), octets, sha256=known
+            )
+
         puts = interleaved(
             {
-                "kvsp": lambda: verifying.put(
-                    bench.holder, COMPAT, bench.scope_id, make_key("put", size, next(numbers)), octets
-                ),
+                "kvsp h2": put(h2, None),
+                "kvsp h1": put(h1, None),
+                "kvsp known": put(h1, sha256),
                 "redis": lambda: redis.set("put", octets),
             },
             rounds,
             calls,
         )
+
+    def row(what: str, ours: str, our: Timing, peer: str, their: Timing) -> Row:
+        return Row.rate(f"{what} {label}", ours, our, peer, their, size)
+
     return [
-        Row.rate(f"GET {label}", "kvsp, unverified", gets["kvsp"], "nginx mTLS", gets["nginx"], size),
-        Row.rate(f"GET {label}", "kvsp, unverified", gets["kvsp"], "Redis TLS GET", gets["redis"], size),
-        Row.rate(f"GET {label}", "kvsp, verified", gets["kvsp verified"], "nginx mTLS", gets["nginx"], size),
-        Row.rate(f"GET {label}", "kvsp, verified", gets["kvsp verified"], "Redis TLS GET", gets["redis"], size),
-        Row.rate(f"PUT {label}", "kvsp, digests checked", puts["kvsp"], "Redis TLS SET", puts["redis"], size),
+        row("GET", "unverified, h2", gets["kvsp h2"], "nginx mTLS, h2", gets["nginx h2"]),
+        row("GET", "unverified, HTTP/1.1", gets["kvsp h1"], "nginx mTLS, HTTP/1.1", gets["nginx h1"]),
+        row("GET", "unverified, h2", gets["kvsp h2"], "Redis TLS GET", gets["redis"]),
+        row("GET", "unverified, HTTP/1.1", gets["kvsp h1"], "Redis TLS GET", gets["redis"]),
+        row("GET", "verified, h2", gets["kvsp verified"], "nginx mTLS, h2, unverified", gets["nginx h2"]),
+        row("GET", "verified, h2", gets["kvsp verified"], "Redis TLS GET, unverified", gets["redis"]),
+        row("PUT", "digests checked, h2", puts["kvsp h2"], "Redis TLS SET", puts["redis"]),
+        row("PUT", "digests checked, HTTP/1.1", puts["kvsp h1"], "Redis TLS SET", puts["redis"]),
+        row("PUT", "digests checked, SHA-256 known, HTTP/1.1", puts["kvsp known"], "Redis TLS SET", puts["redis"]),
     ]
 
 

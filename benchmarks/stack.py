@@ -36,10 +36,12 @@ class Bench:
     scope_id: str
     server_tls: Tls
 
-    def client(self, extra_holders: frozenset[str] = frozenset(), *, verify: bool = True) -> Client:
+    def client(
+        self, extra_holders: frozenset[str] = frozenset(), *, verify: bool = True, http2: bool = True
+    ) -> Client:
         """A client of the stack that also trusts `extra_holders`."""
         endpoints = Endpoints(self.endpoints.index, self.endpoints.holders | extra_holders)
-        return Client(self.credentials, endpoints, Options(verify=verify))
+        return Client(self.credentials, endpoints, Options(verify=verify, http2=http2))
 
     def pid(self, name: str) -> int:
         """Process id of index, h1, gateway or envoy."""

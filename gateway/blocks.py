@@ -12,6 +12,7 @@ from gateway.backend import Call
 from gateway.exchange import Disconnected, Exchange
 from gateway.fields import entity_tag, none_match, parse_selection, require_create_only
 from gateway.problems import Fields
+from gateway.protocol import QUEUED_OCTETS_MAX
 from kvsp.bulk.holder import OpenedTransfer, ReservedTransfer
 from kvsp.protocol import container, digests, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
@@ -22,6 +23,7 @@ from kvsp.v1 import common_pb2
 OCTETS: Final = Counter("kvsp_gateway_block_octets_total", "Octets of block bodies", ["direction"])
 _SENT: Final = OCTETS.labels("out")
 _RECEIVED: Final = OCTETS.labels("in")
+TAIL_OCTETS: Final = 2 * QUEUED_OCTETS_MAX
 PIN_MARGIN_S: Final = 1.0  # the holder began to count before its reply arrived here
 
 
@@ -68,10 +70,17 @@ async def _send(exchange: Exchange, opened: OpenedTransfer, fields: Fields) -> N
     try:
         await exchange.start(200, fields)
         await exchange.write(opened.header)
+        left = opened.payload_octets
         async for piece in opened.pieces():
             if connection.closing:
                 raise Disconnected
-            await exchange.write(piece)
+            left -= len(piece)
+            if left:
+                await exchange.write(piece)
+            else:
+                await exchange.write(piece[:-TAIL_OCTETS])
+                await exchange.write(bytes(piece[-TAIL_OCTETS:]))
+        # Waits until at most QUEUED_OCTETS_MAX are queued: those of the copied tail, and none of the arena.
         await exchange.finish()
         _SENT.inc(opened.total_octets)
     except BaseException:

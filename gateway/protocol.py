@@ -56,19 +56,21 @@ class Incoming:
         self.failure: Exception | None = None  # what the sink raised; it gets nothing more
 
 
+QUEUED_OCTETS_MAX: Final = 8 << 10
+
+
 class Protocol(HttpToolsProtocol):
     """HTTP/1.1 on the socket that Envoy opens."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make `send` wait for the kernel.
+        """Keep little more than a response's fields queued.
 
-        Block bodies are views of shared memory that a pin protects. With a limit of 0 the transport
-        pauses as soon as anything is queued, and uvicorn drains before every send: when the last send
-        of a body returns, no octet of the arena is queued and the pin can go. uvloop tries to
-        write at once, so this costs nothing while the reader keeps up.
+        uvloop holds what is written until it exceeds the limit: fields and the beginning of a body leave
+        in one system call and wake Envoy once. And uvicorn drains before every send, so a sender knows
+        that no more than QUEUED_OCTETS_MAX of what it sent are still on their way through the process.
         """
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=QUEUED_OCTETS_MAX)
         self.connection = Connection(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
