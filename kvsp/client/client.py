@@ -31,9 +31,9 @@ from kvsp.protocol.records import Granted, LeaseRequest, LookupReply, LookupRequ
 from kvsp.protocol.registry import MEDIA_BLOCK
 
 T = TypeVar("T")
-ASK_FIRST_OCTETS: Final = 1 << 20
-"""From here on a PUT asks before it sends: the refusal of a block that is held already then comes in half
-the time (measured through Envoy: 2 ms for 5 to 7), and a first upload over h2 takes no longer."""
+ASK_FIRST_OCTETS: Final = 8 << 20
+"""From here on a PUT asks before it sends. A shorter block is there before the answer would be: asking costs a
+2 MiB PUT 0.6 of 7 ms (measured through Envoy), and saves 4 ms when the holder has the block already."""
 
 Replicas = ReplicaRecord | Sequence[ReplicaRecord]
 

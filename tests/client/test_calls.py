@@ -139,7 +139,10 @@ def test_publish_tells_the_granted_time_and_withdraw_whether_there_was_a_record(
 
 
 @pytest.mark.spec("R-157", "R-160", "U-21", "U-27")
-def test_put_stores_once(serve: Serve, connect: Connect, octets: bytes) -> None:
+def test_put_stores_once_and_asks_before_it_sends_a_long_block(
+    serve: Serve, connect: Connect, octets: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsp.client.client.ASK_FIRST_OCTETS", len(octets))
     holder = serve()
     client = connect(None, holder)
     assert client.put(holder.base, COMPAT, SCOPE, KEY, memoryview(octets))
