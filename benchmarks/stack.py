@@ -37,11 +37,11 @@ class Bench:
     server_tls: Tls
 
     def client(
-        self, extra_holders: frozenset[str] = frozenset(), *, verify: bool = True, http2: bool = True
+        self, extra_holders: frozenset[str] = frozenset(), *, verify: bool = True, http2_blocks: bool = False
     ) -> Client:
         """A client of the stack that also trusts `extra_holders`."""
         endpoints = Endpoints(self.endpoints.index, self.endpoints.holders | extra_holders)
-        return Client(self.credentials, endpoints, Options(verify=verify, http2=http2))
+        return Client(self.credentials, endpoints, Options(verify=verify, http2_blocks=http2_blocks))
 
     def pid(self, name: str) -> int:
         """Process id of index, h1, gateway or envoy."""

@@ -201,7 +201,9 @@ class Client:
         ]
         if len(body) >= ASK_FIRST_OCTETS:
             fields.append(EXPECT_CONTINUE)
-        reply = self._transport.exchange("PUT", url, self._deadline(), fields=fields, body=body, progress=progress)
+        reply = self._transport.exchange(
+            "PUT", url, self._deadline(), fields=fields, body=body, progress=progress, block=True
+        )
         if reply.status == registry.PRECONDITION_FAILED.status:
             return False
         reply.require_ok()

@@ -86,7 +86,9 @@ class Fetcher:
         try:
             if source.refused is not None:
                 raise source.refused
-            self._transport.exchange("GET", source.url, deadline, sink=sink, progress=progress).require_ok()
+            self._transport.exchange(
+                "GET", source.url, deadline, sink=sink, progress=progress, block=True
+            ).require_ok()
             return sink.finish(source.holder)
         finally:
             sink.close()

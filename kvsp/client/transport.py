@@ -165,8 +165,11 @@ class Transport:
         sink: Sink | None = None,
         body_max: int = 0,
         progress: Progress | None = None,
+        block: bool = False,
     ) -> Reply:
         """One request and its reply, of any status. `body_max` bounds a reply that no sink takes.
+
+        `block`: a block travels, in either direction.
 
         Raises KvspError 503 (unreachable, broken off, too long) or 504 (deadline, stall), what the
         sink raises, and Cancelled.
@@ -176,7 +179,7 @@ class Transport:
         watch.check()
         handle = self._acquire()
         try:
-            self._secure(handle)
+            self._secure(handle, http2=self._options.http2_blocks if block else self._options.http2)
             self._bound(handle, deadline)
             _ask(handle, method, url, fields, body)
             handle.setopt(pycurl.HEADERFUNCTION, reply.on_head)
@@ -219,7 +222,7 @@ class Transport:
         handle.setopt(pycurl.BUFFERSIZE, RECEIVE_OCTETS)
         handle.setopt(pycurl.UPLOAD_BUFFERSIZE, SEND_OCTETS)
 
-    def _secure(self, handle: pycurl.Curl) -> None:
+    def _secure(self, handle: pycurl.Curl, *, http2: bool) -> None:
         files = self._credentials
         handle.setopt(pycurl.SSLVERSION, pycurl.SSLVERSION_TLSv1_3)  # R-061
         handle.setopt(pycurl.CAINFO, str(files.ca))
@@ -234,7 +237,7 @@ class Transport:
         handle.setopt(pycurl.NOPROXY, "*")
         handle.setopt(pycurl.NOSIGNAL, 1)  # threads
         version = (
-            pycurl.CURL_HTTP_VERSION_2TLS if self._options.http2 else pycurl.CURL_HTTP_VERSION_1_1
+            pycurl.CURL_HTTP_VERSION_2TLS if http2 else pycurl.CURL_HTTP_VERSION_1_1
         )  # R-063; a server without h2 is served HTTP/1.1 by ALPN
         handle.setopt(pycurl.HTTP_VERSION, version)
 

@@ -272,7 +272,7 @@ def move(stack: RunningStack, blocks: Sequence[Sample], sha256: bytes) -> None:
 
     def one(block: Sample) -> None:
         where = (stack.holder, block.compat_id, block.scope_id, block.block_key)
-        with client_of(stack, verify=False, http2=False) as client:
+        with client_of(stack, verify=False) as client:
             assert client.put(*where, block.octets, sha256=sha256)
             assert client.get_from(*where).payload == memoryview(block.octets)[36:]
 
