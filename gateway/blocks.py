@@ -75,9 +75,9 @@ async def _send(exchange: Exchange, opened: OpenedTransfer, fields: Fields) -> N
             if connection.closing:
                 raise Disconnected
             left -= len(piece)
-            if left:
+            if left >= TAIL_OCTETS:
                 await exchange.write(piece)
-            else:
+            else:  # from here on the rest of the body is in the copied tail, or this piece ends it
                 await exchange.write(piece[:-TAIL_OCTETS])
                 await exchange.write(bytes(piece[-TAIL_OCTETS:]))
         # Waits until at most QUEUED_OCTETS_MAX are queued: those of the copied tail, and none of the arena.

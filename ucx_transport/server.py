@@ -145,7 +145,9 @@ class UcxServer:
                 connection.agree(server, client)
             number = 0
             while connection.alive:
-                request = await connection.hear(session.REQUEST_OCTETS, IDLE_S)
+                # Who has shown no ticket yet gets no more patience than for the handshake.
+                patience_s = IDLE_S if number else HANDSHAKE_S
+                request = await connection.hear(session.REQUEST_OCTETS, patience_s)
                 await self._transfer(connection, request, heard + said, number)
                 number += 1
         except (KvspError, TimeoutError) as error:

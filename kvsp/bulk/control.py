@@ -69,12 +69,15 @@ class ControlStream:
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TimeoutError) as ended:
+            # The reply may have come in the same turn of the loop.
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._give_back(future.result())
+            if isinstance(ended, TimeoutError):
+                raise KvspError(registry.GATEWAY_TIMEOUT, "the holder did not answer in time") from None
             raise
-        except TimeoutError:
-            raise KvspError(registry.GATEWAY_TIMEOUT, "the holder did not answer in time") from None
+        finally:
+            self._pending.pop(request_id, None)  # only now: until then the stream is in use
         if reply.WhichOneof("reply") == "problem":
             raise from_message(reply.problem)
         return reply
@@ -94,7 +97,7 @@ class ControlStream:
         await self._link.closed()
 
     def _answered(self, reply: holder_pb2.TransferReply) -> None:
-        future = self._pending.pop(reply.id, None)
+        future = self._pending.get(reply.id)
         if future is None or future.done():
             self._give_back(reply)
         else:

@@ -69,8 +69,13 @@ class LocalLink:
             self._connection.close()
 
     async def closed(self) -> None:
-        """Wait until it is over."""
-        await self._over.wait()
+        """Wait until it is over; a holder that does not read is left."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._over.wait()
+        except TimeoutError:
+            if self._connection is not None:
+                self._connection.abort()
 
     def receive(self, message: bytes) -> None:
         """Called by the connection."""

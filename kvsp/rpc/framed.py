@@ -1,14 +1,15 @@
 """Messages over a Unix socket, each after its length: for control calls between processes of one host.
 
 A message there and back takes some 20 microseconds, where a kept gRPC stream takes 350: most of a
-block's control cost. Access is what file permissions give (mode 0600 by the roles' umask), as for gRPC
-over Unix sockets. Between hosts it is gRPC with mutual TLS.
+block's control cost. File permissions (the roles' umask)
+close it to other users, as they do for gRPC over Unix sockets. Between hosts it is gRPC with mutual TLS.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -73,6 +74,26 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """End the connection when what is queued has gone."""
         self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
+
+
+class LocalListener:
+    """A listening Unix socket, whose file is removed with it, but not when a successor's has taken its place."""
+
+    def __init__(self, server: asyncio.Server, path: Path) -> None:
+        self._server = server
+        self._path = path
+        self._inode = path.stat().st_ino
+
+    def close(self) -> None:
+        """Take no more connections; those that are open go on. Idempotent."""
+        self._server.close()
+        with suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
 
 
 def local_socket(address: str) -> Path | None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvsp.protocol import registry
+from kvsp.protocol import limits, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.rpc.errors import RETRY_AFTER_UNAVAILABLE_S, from_message, translated
 from kvsp.rpc.framed import read_message, write_message
@@ -25,7 +26,7 @@ from kvsp.v1 import index_pb2, index_pb2_grpc
 
 TIMEOUT_S: Final = 60.0  # covers the way to a slow client too
 PIECE_OCTETS: Final = 256 << 10
-REQUEST_OCTETS_MAX: Final = 2 << 20
+REQUEST_OCTETS_MAX: Final = limits.JSON_OCTETS_MAX  # too many keys are for the index to refuse
 IDLE_MAX: Final = 16
 _BUFFER_OCTETS: Final = 1 << 20
 
@@ -82,7 +83,7 @@ class LookupClient:
         except TimeoutError:
             writer.transport.abort()
             raise KvspError(registry.GATEWAY_TIMEOUT, "the index did not answer in time") from None
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, ValueError, DecodeError, asyncio.IncompleteReadError):
             writer.transport.abort()
             raise _away() from None
         except KvspError:

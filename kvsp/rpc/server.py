@@ -117,12 +117,16 @@ def clear_stale_socket(path: Path) -> None:
     """Remove a socket file that nobody answers on. Raises ConfigError when somebody does."""
     if not path.exists():
         return
+    if not path.is_socket():
+        raise ConfigError(f"{path}: is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
-        except OSError:
-            path.unlink()
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
             return
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
     raise ConfigError(f"{path}: another process is listening there")
 
 

@@ -6,7 +6,7 @@ The first message names the principal, as the metadata of the RPC does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from kvsp.bulk.control import refuse_all
 from kvsp.protocol.errors import KvspError
-from kvsp.rpc.framed import Connection
+from kvsp.rpc.framed import Connection, LocalListener
 from kvsp.rpc.server import clear_stale_socket, run_until
 from kvsp.v1 import holder_pb2
 from services.holder.host import Host
@@ -65,17 +65,20 @@ class LocalPeer:
 
 
 @asynccontextmanager
-async def local_peers(host: Host, path: Path | None) -> AsyncIterator[None]:
-    """Serve local peers on `path`; None: there are none. Raises ConfigError when another process listens there."""
+async def local_peers(host: Host, path: Path | None) -> AsyncIterator[Callable[[], None]]:
+    """Serve local peers on `path`; None: there are none. Yields what stops new ones from coming.
+
+    Raises ConfigError when another process listens there.
+    """
     if path is None:
-        yield
+        yield lambda: None
         return
     clear_stale_socket(path)
     server = await asyncio.get_running_loop().create_unix_server(
         lambda: Connection(lambda connection: LocalPeer(host, connection)), str(path)
     )
+    listener = LocalListener(server, path)
     try:
-        yield
+        yield listener.close
     finally:
-        server.close()
-        clear_stale_socket(path)
+        listener.close()

@@ -185,9 +185,14 @@ async def serve(config: HolderConfig) -> None:
     """Run the holder until a signal. Raises ConfigError."""
     policy = load_policy(config.policy)
     made = server.make_server(config, SERVICES)  # first: refuses when this holder already runs
-    async with hosted(config, policy) as host, local_peers(host, local_socket(config.listen)):
+    async with hosted(config, policy) as host, local_peers(host, local_socket(config.listen)) as close_local:
+
+        async def drain() -> None:
+            close_local()  # a successor may listen there at once
+            await host.drain()
+
         register(made.grpc, host)
-        await server.serve(made, host.drain)
+        await server.serve(made, drain)
 
 
 def run(config: Path) -> int:

@@ -227,8 +227,12 @@ async def _main(config: IndexConfig) -> None:
     register(made.grpc, servicer, policy)
     expiry = asyncio.create_task(_expire(state))
     try:
-        async with local_peers(policy, servicer.look_up, local_socket(config.listen)):
-            await server.serve(made, servicer.drain)
+        async with local_peers(policy, servicer.look_up, local_socket(config.listen)) as drain_local:
+
+            async def drain() -> None:
+                await asyncio.gather(servicer.drain(), drain_local())
+
+            await server.serve(made, drain)
     finally:
         expiry.cancel()
 

@@ -176,7 +176,20 @@ def test_a_pin_outlives_every_queued_octet(world: World, key: str, octets: int) 
     The lengths step over what the kernel takes at once, so that for some of them a remainder shorter
     than any usual high-water mark stays queued in the transport.
     """
-    block = make_block(octets, layers=1)
+    assert_whole_after_a_stall(world, key, make_block(octets, layers=1))
+
+
+@pytest.mark.spec("D5", "R-034")
+@pytest.mark.parametrize("piece", range(200_000, 264_000, 4_000))
+def test_a_short_last_piece_does_not_let_the_pin_go_early(
+    world: World, key: str, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """The piece before it is a view of the arena too, and may be what is still queued."""
+    monkeypatch.setattr("kvsp.bulk.shm.PIECE_OCTETS", piece)
+    assert_whole_after_a_stall(world, key, make_block(piece + 100, layers=1))
+
+
+def assert_whole_after_a_stall(world: World, key: str, block: bytes) -> None:
     target = store(world, key, block)
 
     async def scenario() -> bytes:

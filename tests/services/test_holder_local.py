@@ -1,6 +1,8 @@
 """The holder's control socket: the same stream as `Holder.Transfer`, framed, for peers on its host."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -122,3 +124,23 @@ async def test_messages_may_come_in_any_pieces(holder: Rig) -> None:
     reply = holder_pb2.TransferReply.FromString(await reader.readexactly(length))
     assert (reply.id, reply.WhichOneof("reply")) == (7, "opened")
     writer.close()
+
+
+async def test_a_reply_that_comes_with_the_timeout_is_given_back(
+    holder: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is busy across the deadline: reply and timer fall into one turn."""
+    await holder.put(1)
+    [stream] = holder.client._streams.values()
+    answered = stream._answered
+
+    def late(reply: holder_pb2.TransferReply) -> None:
+        time.sleep(0.1)  # the point: nothing else runs meanwhile
+        answered(reply)
+
+    monkeypatch.setattr(stream._link, "_on_reply", late)
+    monkeypatch.setattr("kvsp.bulk.holder.OPEN_TIMEOUT_S", 0.05)
+    with contextlib.suppress(KvspError):
+        (await holder.client.open(CLIENT, name(1))).close()
+    await until(lambda: holder.pins(1) == 0)
+    assert stream.idle

@@ -51,6 +51,13 @@ async def index(tmp_path: Path) -> AsyncIterator[Index]:
         await made.local.close()
 
 
+async def ask_raw(client: LookupClient, block_keys: bytes) -> None:
+    asked = request(0)
+    asked.block_keys = block_keys
+    async with client.lookup(CLIENT, asked):
+        pass
+
+
 def request(keys: int, scope: str = SCOPE) -> index_pb2.LookupRequest:
     return index_pb2.LookupRequest(
         scope_id=bytes.fromhex(scope),
@@ -114,6 +121,35 @@ async def test_an_answer_that_was_not_read_to_its_end_ends_its_connection(index:
             raise RuntimeError
     assert not index.local._idle
     await ask(index.local, 1)
+
+
+@pytest.mark.spec("R-095", "U-10")
+async def test_far_too_many_keys_are_413_whatever_the_road(index: Index) -> None:
+    for client in (index.local, index.remote):
+        with pytest.raises(KvspError) as caught:
+            await ask_raw(client, b"k" * 32 * 120_000)
+        assert caught.value.problem is registry.CONTENT_TOO_LARGE
+
+
+async def test_an_index_that_stops_finishes_the_answers_it_has_begun(tmp_path: Path) -> None:
+    head = index_pb2.LookupHead(matched=1, json_octets=8 << 20)
+
+    async def look_up(_: object, __: object) -> tuple[index_pb2.LookupHead, list[bytes]]:
+        return head, [bytes(8 << 20)]
+
+    async with (
+        open_channel(f"unix:{tmp_path}/nobody") as channel,
+        local_peers(POLICY, look_up, tmp_path / "c") as drain,
+    ):
+        client = LookupClient(channel, tmp_path / "c")
+        async with client.lookup(CLIENT, request(1)) as found:
+            first = await anext(found.pieces)
+            draining = asyncio.create_task(drain())
+            rest = [piece async for piece in found.pieces]
+        await draining
+        assert len(first) + sum(map(len, rest)) == head.json_octets
+        assert not (tmp_path / "c").exists()
+        await client.close()
 
 
 async def test_an_index_that_goes_in_the_middle_is_503(index: Index) -> None:

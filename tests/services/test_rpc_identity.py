@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -180,7 +181,12 @@ async def test_a_tcp_listener_without_tls_is_refused() -> None:
 
 async def test_a_stale_socket_is_replaced_and_a_live_one_is_an_error(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s.sock"
-    (tmp_path / "s.sock").touch()
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(f"{tmp_path}/s.sock")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no socket"):
+        server.clear_stale_socket(tmp_path / "file")
+    assert (tmp_path / "file").exists()
     async with served(address, register):
         with pytest.raises(ConfigError, match="another process"):
             server.make_server(ServiceConfig(listen=address, policy="", principal=""), ())
