@@ -1,4 +1,4 @@
-"""The synchronous SDK: lookup, publish, withdraw, get, put, lease (ledger A6 ... A8, A12, A13).
+"""The synchronous SDK: lookup, publish, withdraw, get, put, lease (R-060 ... R-095, R-140 ... R-162).
 
 Every method raises KvspError: the peer's own problem, or 503/504 when the peer cannot be reached in
 time. No token, key or scope key is ever part of its text.

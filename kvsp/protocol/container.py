@@ -1,4 +1,4 @@
-"""The KV Block Container "KVB1" (ledger A4; R-030 ... R-034, U-25, D5).
+"""The KV Block Container "KVB1" (R-030 ... R-034, U-25, D5).
 
 Magic u32 | version u8 | flags u8 | codec u16 | first_layer u32 | layer_count u32 | token_count u32 |
 layer_count entries {k_len u64, v_len u64} | for each layer ascending: K octets, V octets. Network

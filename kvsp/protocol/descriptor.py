@@ -1,4 +1,4 @@
-"""The Compatibility Descriptor and its identity (ledger A2; R-010 ... R-018).
+"""The Compatibility Descriptor and its identity (R-010 ... R-018).
 
 Unknown members are an error. "Unknown members MUST be ignored" is said of the objects in requests and
 responses; a descriptor travels in neither (A2). Ignoring one here would let `adapter` misspelled for

@@ -1,4 +1,4 @@
-"""Scope keys and the chain of Block Keys (ledger A3; R-020 ... R-025). Octets in, octets out."""
+"""Scope keys and the chain of Block Keys (R-020 ... R-025). Octets in, octets out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON objects of KVSP as frozen types (ledger A5; R-040 ... R-055).
+"""The JSON objects of KVSP as frozen types (R-040 ... R-055).
 
 Building one, from JSON or by hand, checks every bound that can be seen in the object alone; a
 violation is a ValueError (msgspec.ValidationError when decoding, which `jsonio` turns into a 400).

@@ -1,4 +1,4 @@
-"""Leases and their quotas (ledger A12; R-140 ... R-142, U-14 ... U-17, D13). Pure."""
+"""Leases and their quotas (R-140 ... R-142, U-14 ... U-17, D13). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One test a member of every JSON object: missing, wrong type, out of bound (ledger A5)."""
+"""One test a member of every JSON object: missing, wrong type, out of bound (R-040 ... R-055)."""
 
 import json
 from typing import Any

@@ -188,7 +188,7 @@ def test_what_is_no_http_gets_a_problem_too(world: World) -> None:
     assert world.run(send(smuggled)) == 400
 
 
-# --- order of checks (ledger part B) ---
+# --- order of checks (docs/architecture.md) ---
 
 
 @pytest.mark.spec("D1", "D8", "U-01", "U-09")

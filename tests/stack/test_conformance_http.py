@@ -115,7 +115,7 @@ def test_repeating_changes_nothing_more(wire: Wire) -> None:
 
 
 ORDER: list[tuple[str, str, dict[str, Any], int, str]] = [
-    # identity, what, changes, and which of its faults is told; ledger part B, "order of checks"
+    # identity, what, changes, and which of its faults is told; "order of checks" in docs/architecture.md
     ("no method before a path", "PATCH h1/nothing", {}, 404, PLAIN),
     ("no method before a segment", "PATCH block bad", {}, 405, PLAIN),
     ("segment before role", "GET block bad", {"identity": "is"}, 404, NOT_FOUND),
