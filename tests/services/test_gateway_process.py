@@ -100,10 +100,10 @@ class Stack:
 def stack(tmp_path: Path) -> Iterator[Stack]:
     stack = Stack(tmp_path)
     yield stack
-    for process in stack.processes.values():
+    for process in reversed(stack.processes.values()):
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            process.terminate()  # not kill: a holder that is killed leaves its arena to its successor
+            process.wait(30)
 
 
 @pytest.mark.spec("R-074", "R-090", "R-157", "R-153", "R-160", "R-215", "R-140")
