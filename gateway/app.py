@@ -6,7 +6,6 @@ Within a base URI our own matching decides, not FastAPI's, which would match dec
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
@@ -23,6 +22,7 @@ from gateway.problems import FieldError
 from kvsp.protocol import limits, registry, routes
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.routes import ROUTES
+from kvsp.rpc.interceptors import frames
 
 log = structlog.get_logger()
 
@@ -48,7 +48,6 @@ SERVED: Final = frozenset(role for route in ROUTES for role in route.roles) - fr
     role for route in ROUTES for role in route.roles if (route.method, route.path) not in HANDLERS
 )
 """Roles of which every route has a handler."""
-
 
 REQUESTS_PER_IDENTITY_MAX: Final = 256
 """Requests of one identity under way: more could take all connections that Envoy keeps to us (D13)."""
@@ -139,7 +138,5 @@ def _call(exchange: Exchange, backend: Backend | None, principal: str, labels: l
 
 def _report(error: Exception, labels: list[str]) -> None:
     """Where it happened, but not its text or the path, which may hold keys (R-215)."""
-    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    log.error(
-        "unexpected", role=labels[0], method=labels[1], route=labels[2], kind=type(error).__name__, at=frames
-    )
+    role, method, route = labels
+    log.error("unexpected", role=role, method=method, route=route, kind=type(error).__name__, at=frames(error))

@@ -14,8 +14,8 @@ from gateway.fields import entity_tag, none_match, parse_selection, require_crea
 from gateway.problems import Fields
 from gateway.protocol import QUEUED_OCTETS_MAX
 from kvsp.bulk.holder import OpenedTransfer, ReservedTransfer
-from kvsp.protocol import container, digests, limits, registry
-from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol import container, digests, limits
+from kvsp.protocol.errors import bad_request, unavailable
 from kvsp.protocol.registry import MEDIA_BLOCK
 from kvsp.rpc import convert
 from kvsp.v1 import common_pb2
@@ -114,7 +114,7 @@ async def put_block(call: Call) -> None:
         await reserved.commit(declared)
     except TimeoutError:
         reserved.abort()
-        raise KvspError(registry.UNAVAILABLE, "the upload took too long", retry_after_s=1) from None
+        raise unavailable("the upload took too long") from None
     except BaseException:
         reserved.abort()
         raise

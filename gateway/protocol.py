@@ -13,6 +13,7 @@ from kvsp.protocol.errors import bad_request
 
 EXTENSION: Final = "kvsp.incoming"
 HEADER_OCTETS_MAX: Final = 64 << 10  # D4: Envoy's own limit is 60 KiB
+QUEUED_OCTETS_MAX: Final = 8 << 10
 
 
 class Connection:
@@ -54,9 +55,6 @@ class Incoming:
         self.headers_too_large = False
         self.sink: Callable[[bytes], None] | None = None
         self.failure: Exception | None = None  # what the sink raised; it gets nothing more
-
-
-QUEUED_OCTETS_MAX: Final = 8 << 10
 
 
 class Protocol(HttpToolsProtocol):

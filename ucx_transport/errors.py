@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvsp.protocol import registry
-from kvsp.protocol.errors import KvspError
+from kvsp.protocol.errors import KvspError, unavailable
 
 
 def lost(detail: str) -> KvspError:
     """The error of every transfer that does not come to its end: another source, or another try, may do better."""
-    return KvspError(registry.UNAVAILABLE, f"ucx: {detail}", retry_after_s=1)
+    return unavailable(f"ucx: {detail}")

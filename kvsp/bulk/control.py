@@ -20,9 +20,9 @@ from kvsp.v1 import holder_pb2
 class ControlStream:
     """The stream of one principal. Opened at once; after a break it is dead and `alive` is False.
 
-    `local` is the holder's control socket when it is on this host.
     Writes are queued and sent in the order of the calls. `users` counts transfers that still need
-    the stream; `on_end` is called once when it is over.
+    the stream; `on_end` is called once when it is over. `local` is the holder's control socket when it
+    is on this host.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from kvsp.bulk.source import BlockReader, BlockWriter, Capabilities, Piece, Transfer
-from kvsp.protocol import limits, registry
-from kvsp.protocol.errors import KvspError
+from kvsp.protocol import limits
+from kvsp.protocol.errors import unavailable
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import holder_pb2, holder_pb2_grpc
@@ -45,7 +45,7 @@ class _Reader:
                     break
                 yield chunk.octets
         if self._left:
-            raise KvspError(registry.UNAVAILABLE, "the holder sent another number of octets", retry_after_s=1)
+            raise unavailable("the holder sent another number of octets")
 
     def close(self) -> None:
         self._call.cancel()

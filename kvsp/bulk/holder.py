@@ -24,7 +24,7 @@ from kvsp.bulk.source import (
     Transfer,
 )
 from kvsp.protocol import limits, registry
-from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.errors import KvspError, bad_request, unavailable
 from kvsp.v1 import common_pb2, holder_pb2
 
 STREAMS_MAX: Final = 256
@@ -290,4 +290,4 @@ def _deadline(after_ms: int) -> float:
 
 def _check_held(stream: ControlStream, deadline: float) -> None:
     if not stream.alive or asyncio.get_running_loop().time() >= deadline:
-        raise KvspError(registry.UNAVAILABLE, "the transfer has lapsed", retry_after_s=1)
+        raise unavailable("the transfer has lapsed")

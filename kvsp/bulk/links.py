@@ -10,8 +10,8 @@ from typing import Final, Protocol
 import grpc
 
 from kvsp.protocol import registry
-from kvsp.protocol.errors import KvspError
-from kvsp.rpc.errors import RETRY_AFTER_UNAVAILABLE_S, from_rpc_error
+from kvsp.protocol.errors import KvspError, unavailable
+from kvsp.rpc.errors import from_rpc_error
 from kvsp.rpc.framed import Connection
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import holder_pb2, holder_pb2_grpc
@@ -24,9 +24,7 @@ OnEnd = Callable[[KvspError], None]
 
 def broken() -> KvspError:
     """The link is gone, with everything that was open on it (503)."""
-    return KvspError(
-        registry.UNAVAILABLE, "the connection to the holder broke", retry_after_s=RETRY_AFTER_UNAVAILABLE_S
-    )
+    return unavailable("the connection to the holder broke")
 
 
 class Link(Protocol):

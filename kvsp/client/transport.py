@@ -186,7 +186,14 @@ class Transport:
             handle.setopt(pycurl.WRITEFUNCTION, reply.on_body)
             handle.setopt(pycurl.NOPROGRESS, 0)
             handle.setopt(pycurl.XFERINFOFUNCTION, watch.on_progress)
-            handle.perform()
+            try:
+                handle.perform()
+            except pycurl.error as error:
+                if not _was_stale(handle, reply, error):
+                    raise
+                _ask(handle, method, url, fields, body)
+                handle.setopt(pycurl.FRESH_CONNECT, 1)
+                handle.perform()
         except pycurl.error as error:
             watch.check()
             raise _failure(reply, error, url) from None
@@ -286,6 +293,11 @@ class _Upload:
         """Start over: a kept connection turned out to be closed. libcurl counts from the start alone."""
         self._at = offset
         return int(pycurl.SEEKFUNC_OK)
+
+
+def _was_stale(handle: pycurl.Curl, reply: Reply, error: pycurl.error) -> bool:
+    """A kept connection whose peer has gone since: the request could not be sent, so nobody has acted on it."""
+    return error.args[0] == pycurl.E_SEND_ERROR and not reply.status and not handle.getinfo(pycurl.NUM_CONNECTS)
 
 
 class _Watch:

@@ -10,7 +10,6 @@ from typing import Final
 
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
-from kvsp.protocol.names import party_id as id_of
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.protocol.registry import index_rows
 from kvsp.protocol.routes import ROUTES, Route
@@ -57,5 +56,5 @@ def _require_party(policy: Policy, identity: Identity, route: Route, party_id: s
         policy.require_publisher(identity, party_id)
     elif route is WITHDRAW:
         policy.require_withdrawer(identity, party_id)
-    elif party_id not in map(id_of, identity.base_uris):
+    elif not identity.is_party(party_id):
         raise KvspError(registry.FORBIDDEN, "not the caller's own resource")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from kvsp.protocol import registry
 from kvsp.protocol.registry import ProblemType
@@ -63,6 +63,14 @@ class KvspError(Exception):
         extensions = {name: value for name, value in body.items() if name not in known}
         detail = body.get("detail")
         return cls(problem, detail if isinstance(detail, str) else "", extensions, retry_after_s)
+
+
+RETRY_AFTER_UNAVAILABLE_S: Final = 1
+
+
+def unavailable(detail: str) -> KvspError:
+    """A plain 503 that may pass within a second."""
+    return KvspError(registry.UNAVAILABLE, detail, retry_after_s=RETRY_AFTER_UNAVAILABLE_S)
 
 
 def bad_request(detail: str) -> KvspError:

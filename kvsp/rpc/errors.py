@@ -14,11 +14,10 @@ import grpc
 import msgspec
 
 from kvsp.protocol import registry
-from kvsp.protocol.errors import KvspError
+from kvsp.protocol.errors import RETRY_AFTER_UNAVAILABLE_S, KvspError
 from kvsp.v1 import common_pb2
 
 PROBLEM_TRAILER = "kvsp-problem-bin"
-RETRY_AFTER_UNAVAILABLE_S = 1
 
 # Statuses that gRPC itself makes, without our trailer.
 _BARE_CODES = {

@@ -18,8 +18,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvsp.protocol import limits, registry
-from kvsp.protocol.errors import KvspError
-from kvsp.rpc.errors import RETRY_AFTER_UNAVAILABLE_S, from_message, translated
+from kvsp.protocol.errors import KvspError, unavailable
+from kvsp.rpc.errors import from_message, translated
 from kvsp.rpc.framed import read_message, write_message
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import index_pb2, index_pb2_grpc
@@ -129,6 +129,4 @@ async def _pieces(reader: asyncio.StreamReader, rest: list[int]) -> AsyncIterato
 
 
 def _away() -> KvspError:
-    return KvspError(
-        registry.UNAVAILABLE, "the connection to the index broke", retry_after_s=RETRY_AFTER_UNAVAILABLE_S
-    )
+    return unavailable("the connection to the index broke")

@@ -15,7 +15,7 @@ from typing import Final
 import grpc
 
 from kvsp.protocol import access, limits, registry
-from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.errors import KvspError, bad_request, unavailable
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.protocol.routes import Route
 from kvsp.rpc.clock import now_ms
@@ -213,7 +213,7 @@ class Host:
                         await self._outcomes.setdefault(name, asyncio.Event()).wait()
                         reservation = self._try_reserve(stream, identity, name, length, shared=shared)
             except TimeoutError:
-                raise KvspError(registry.UNAVAILABLE, "others are writing this block", retry_after_s=1) from None
+                raise unavailable("others are writing this block") from None
         extent = self.arena.view[reservation.offset : reservation.offset + length]
         self._ingests[reservation] = Ingest(extent, self._executor, shared=shared)
         return reservation
@@ -234,7 +234,7 @@ class Host:
 
     def _check_open(self) -> None:
         if self.draining.is_set():
-            raise KvspError(registry.UNAVAILABLE, "the holder is stopping", retry_after_s=1)
+            raise unavailable("the holder is stopping")
 
     def write(self, reservation: Reservation, octets: bytes) -> None:
         """Append octets. Raises KvspError (400) when there is no room for as many."""

@@ -12,7 +12,7 @@ import structlog
 
 from kvsp.bulk.source import Ticket
 from kvsp.protocol import access, registry
-from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.errors import KvspError, bad_request, unavailable
 from kvsp.protocol.names import HEX16_CHARS, HEX32_CHARS
 from kvsp.protocol.policy import Identity
 from kvsp.rpc.clock import now_ms
@@ -74,7 +74,7 @@ class TransferStream:
             if self._note(request):
                 continue
             if len(self._tasks) >= IN_PROGRESS_MAX and not request.HasField("commit"):
-                busy = KvspError(registry.UNAVAILABLE, "too many requests at once", retry_after_s=1)
+                busy = unavailable("too many requests at once")
                 await self._send(holder_pb2.TransferReply(id=request.id, problem=to_message(busy)))
                 continue
             task = asyncio.create_task(self._answer(request))

@@ -12,7 +12,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvsp.protocol import registry
-from kvsp.protocol.errors import KvspError
+from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.rpc.errors import to_message
 from kvsp.rpc.framed import LocalListener, read_message, write_message
@@ -88,7 +88,7 @@ class LocalPeers:
     async def _answer(self, lookup: index_pb2.LocalLookup) -> tuple[index_pb2.LookupChunk, memoryview]:
         try:
             if len(self._busy) > BUSY_MAX:
-                raise KvspError(registry.UNAVAILABLE, "too many lookups at once", retry_after_s=1)
+                raise unavailable("too many lookups at once")
             head, pieces = await self._look_up(self._policy.identify(lookup.principal), lookup.request)
             return index_pb2.LookupChunk(head=head), memoryview(b"".join(pieces))
         except KvspError as error:

@@ -90,11 +90,18 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
         """A holder's kept stream. Ended when the index stops; what was not answered the holder sends again."""
         identity = caller(context, self._policy)
 
+        writing = asyncio.Lock()
+
         async def answer() -> None:
             async for item in request_iterator:
-                await context.write(self._published(item, identity))
+                async with writing:
+                    await context.write(self._published(item, identity))
 
-        await server.run_until(answer(), self.draining.wait())
+        async def drained() -> None:
+            await self.draining.wait()
+            await writing.acquire()  # a call cannot be ended while a reply is being written
+
+        await server.run_until(answer(), drained())
 
     async def Feed(  # noqa: N802
         self, request_iterator: AsyncIterator[Any], context: Context

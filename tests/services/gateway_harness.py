@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import itertools
 import mmap
@@ -382,3 +383,17 @@ class World:
 
 
 H1_ID = party_id(H1)
+
+
+def store(world: World, key: str, block: bytes) -> str:
+    world.holder.blocks[COMPAT, SCOPE, key] = block
+    return world.block_path(key)
+
+
+def sha(octets: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(octets).digest()).decode()
+
+
+async def wait_for(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)

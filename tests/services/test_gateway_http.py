@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-
 import pytest
-import uvloop
 
 from gateway import identity
 from gateway.app import SERVED
@@ -17,15 +13,6 @@ from tests.services.gateway_harness import CLIENT, COMPAT, FOREIGN, H1, H1_ID, N
 
 KEY = "ef" * 32
 JSON = {"content-type": "application/kvsp+json"}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        world = runner.run(World.start(tmp_path_factory.mktemp("gw")))
-        world.runner = runner
-        yield world
-        runner.run(world.close())
 
 
 def record(key: str = KEY, **changes: object) -> dict[str, object]:
