@@ -203,6 +203,35 @@ class SessionCheckpoint(Struct, frozen=True):
             raise ValueError("generated does not hold output_offset tokens")
 
 
+class CheckpointReply(Struct, frozen=True):
+    """What the placement controller has recorded of a session (U-34)."""
+
+    epoch: Uint
+    output_offset: Uint
+
+
+class ResumeRequest(Struct, frozen=True):
+    """Continue a session under a new epoch (R-179, U-35)."""
+
+    epoch: Uint
+    checkpoint: SessionCheckpoint
+
+    def __post_init__(self) -> None:
+        if self.checkpoint.epoch >= self.epoch:
+            raise ValueError("checkpoint.epoch is not below epoch")
+
+
+class ResumeReply(Struct, frozen=True):
+    """The session is admitted; generation goes on at `output_offset` (U-35)."""
+
+    session: str
+    epoch: Uint
+    output_offset: Uint
+
+    def __post_init__(self) -> None:
+        normal_uuid(self.session)
+
+
 class LookupRequest(Struct, frozen=True, omit_defaults=True):
     """Longest-prefix lookup (R-050)."""
 
@@ -404,6 +433,14 @@ class ReshardRequest(Struct, frozen=True, omit_defaults=True):
             raise ValueError("to is not from + 1")
         check_token_ranges(self.retain + [entry.tokens for entry in self.fetch])
         check_token_ranges(self.retain + self.release)
+
+
+class ReshardReply(Struct, frozen=True, omit_defaults=True):
+    """Acknowledged plan: `to`; commit or abort: `version` (U-38)."""
+
+    map: Text
+    to: Uint | UnsetType = UNSET
+    version: Uint | UnsetType = UNSET
 
 
 class StateChange(Struct, frozen=True):

@@ -127,7 +127,7 @@ ROUTES: Final = tuple(
             Route(
                 PLACEMENT, "PUT", "sessions/{session}/checkpoint", "kvsp.v1.Placement/PutCheckpoint", INSTANCE,
                 "Record a session checkpoint", (201, 200),
-                request=records.SessionCheckpoint,
+                request=records.SessionCheckpoint, reply=records.CheckpointReply,
                 problems=(registry.SCOPE_DENIED, registry.INCOMPATIBLE, registry.STALE_EPOCH),
             ),
             Route(
@@ -144,11 +144,15 @@ ROUTES: Final = tuple(
             Route(
                 INSTANCE, "POST", "sessions/{session}/resume", "kvsp.v1.Instance/Resume", PLACEMENT,
                 "Continue a session from its checkpoint", (202,),
-                problems=(registry.INCOMPATIBLE, registry.STALE_EPOCH, registry.INVALID_STATE),
+                request=records.ResumeRequest, reply=records.ResumeReply,
+                problems=(
+                    registry.SCOPE_DENIED, registry.INCOMPATIBLE, registry.STALE_EPOCH, registry.INVALID_STATE,
+                ),
             ),
             Route(
                 INSTANCE, "POST", "reshard", "kvsp.v1.Instance/Reshard", PLACEMENT,
-                "Plan, commit or abort a reshard", (200,), request=records.ReshardRequest,
+                "Plan, commit or abort a reshard", (200,),
+                request=records.ReshardRequest, reply=records.ReshardReply,
                 problems=(registry.PLAN_CONFLICT,),
             ),
             Route(

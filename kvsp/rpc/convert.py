@@ -6,15 +6,26 @@ maker's, and a bound holds on every road.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UnsetType
 
+from kvsp.protocol import jsonio
 from kvsp.protocol.errors import bad_request
 from kvsp.protocol.names import DIGEST_PREFIX
-from kvsp.protocol.records import InstanceStatus, ReplicaRecord, Residency
-from kvsp.v1 import common_pb2
+from kvsp.protocol.records import (
+    DirectiveStatus,
+    InstanceStatus,
+    PrefetchDirective,
+    ReplicaRecord,
+    ReshardRequest,
+    Residency,
+    Sampler,
+    SessionCheckpoint,
+)
+from kvsp.v1 import common_pb2, instance_pb2
 
 T = TypeVar("T")
 
@@ -117,6 +128,165 @@ def status_from_message(message: common_pb2.InstanceStatus) -> InstanceStatus:
     if message.HasField("requested_state"):
         members["requested_state"] = message.requested_state
     return _checked(members, InstanceStatus)
+
+
+def sampler_to_message(sampler: Sampler) -> common_pb2.Sampler:
+    """A sampler's state as a message."""
+    return common_pb2.Sampler(
+        method=sampler.method,
+        params_json=jsonio.encode(sampler.params),
+        seed=sampler.seed,
+        step=sampler.step,
+        deterministic=sampler.deterministic,
+    )
+
+
+def sampler_from_message(message: common_pb2.Sampler) -> Sampler:
+    """A sampler's state from a message. Raises KvspError (400) when it breaks a bound."""
+    return _checked(_sampler_members(message), Sampler)
+
+
+def _sampler_members(message: common_pb2.Sampler) -> dict[str, Any]:
+    return {
+        "method": message.method,
+        "params": jsonio.decode(message.params_json or b"{}", dict[str, Any]),
+        "seed": message.seed,
+        "step": message.step,
+        "deterministic": message.deterministic,
+    }
+
+
+def checkpoint_to_message(checkpoint: SessionCheckpoint) -> common_pb2.SessionCheckpoint:
+    """A Session Checkpoint as a message."""
+    return common_pb2.SessionCheckpoint(
+        session=checkpoint.session,
+        epoch=checkpoint.epoch,
+        compat_id=bytes.fromhex(checkpoint.compat_id),
+        scope_id=bytes.fromhex(checkpoint.scope_id),
+        prompt_blocks=join_keys(checkpoint.prompt_blocks),
+        prompt_tail=checkpoint.prompt_tail,
+        generated=checkpoint.generated,
+        output_offset=checkpoint.output_offset,
+        sampler=sampler_to_message(checkpoint.sampler),
+    )
+
+
+def checkpoint_from_message(message: common_pb2.SessionCheckpoint) -> SessionCheckpoint:
+    """A Session Checkpoint from a message. Raises KvspError (400) when it breaks a bound."""
+    members: dict[str, Any] = {
+        "session": message.session,
+        "epoch": message.epoch,
+        "compat_id": message.compat_id.hex(),
+        "scope_id": message.scope_id.hex(),
+        "prompt_blocks": [key.hex() for key in split_keys(message.prompt_blocks)],
+        "prompt_tail": list(message.prompt_tail),
+        "generated": list(message.generated),
+        "output_offset": message.output_offset,
+        "sampler": _sampler_members(message.sampler),
+    }
+    return _checked(members, SessionCheckpoint)
+
+
+def directive_to_message(directive: PrefetchDirective) -> instance_pb2.PrefetchDirective:
+    """A prefetch directive as a message."""
+    message = instance_pb2.PrefetchDirective(
+        directive=directive.directive,
+        scope_id=bytes.fromhex(directive.scope_id),
+        compat_id=bytes.fromhex(directive.compat_id),
+        blocks=[
+            instance_pb2.DirectiveBlock(block_key=bytes.fromhex(block.block_key), sources=block.sources)
+            for block in directive.blocks
+        ],
+        deadline_ms=directive.deadline_ms,
+        lease_ms=directive.lease_ms,
+        layer_order=directive.layer_order,
+    )
+    if not isinstance(directive.request_ref, UnsetType):
+        message.request_ref = directive.request_ref
+    return message
+
+
+def directive_from_message(message: instance_pb2.PrefetchDirective) -> PrefetchDirective:
+    """A prefetch directive from a message. Raises KvspError (400) when it breaks a bound."""
+    members: dict[str, Any] = {
+        "directive": message.directive,
+        "scope_id": message.scope_id.hex(),
+        "compat_id": message.compat_id.hex(),
+        "blocks": [
+            {"block_key": block.block_key.hex(), "sources": list(block.sources)} for block in message.blocks
+        ],
+        "deadline_ms": message.deadline_ms,
+        "lease_ms": message.lease_ms,
+        "layer_order": message.layer_order,
+    }
+    if message.HasField("request_ref"):
+        members["request_ref"] = message.request_ref
+    return _checked(members, PrefetchDirective)
+
+
+def directive_status_to_message(status: DirectiveStatus) -> instance_pb2.DirectiveStatus:
+    """The state of a directive as a message."""
+    return instance_pb2.DirectiveStatus(
+        directive=status.directive, state=status.state, loaded=join_keys(status.loaded)
+    )
+
+
+def directive_status_from_message(message: instance_pb2.DirectiveStatus) -> DirectiveStatus:
+    """The state of a directive from a message. Raises KvspError (400) when it breaks a bound."""
+    loaded = [key.hex() for key in split_keys(message.loaded)]
+    return _checked({"directive": message.directive, "state": message.state, "loaded": loaded}, DirectiveStatus)
+
+
+def reshard_to_message(request: ReshardRequest) -> instance_pb2.ReshardRequest:
+    """A reshard plan, commit or abort as a message."""
+    message = instance_pb2.ReshardRequest(map=request.map)
+    if not isinstance(request.commit, UnsetType):
+        message.commit = request.commit
+    elif not isinstance(request.abort, UnsetType):
+        message.abort = request.abort
+    else:
+        members = msgspec.to_builtins(request)
+        plan = message.plan
+        setattr(plan, "from", members["from"])
+        plan.to, plan.deadline_ms = members["to"], members["deadline_ms"]
+        plan.retain.extend(map(_token_range, members["retain"]))
+        plan.release.extend(map(_token_range, members["release"]))
+        for entry in members["fetch"]:
+            plan.fetch.append(
+                instance_pb2.ReshardFetch(tokens=_token_range(entry["tokens"]), **{"from": entry["from"]})
+            )
+    return message
+
+
+def reshard_from_message(message: instance_pb2.ReshardRequest) -> ReshardRequest:
+    """A reshard plan, commit or abort from a message. Raises KvspError (400) when it breaks a bound."""
+    step = message.WhichOneof("step")
+    members: dict[str, Any] = {"map": message.map}
+    if step == "plan":
+        plan = message.plan
+        members |= {
+            "from": getattr(plan, "from"),
+            "to": plan.to,
+            "deadline_ms": plan.deadline_ms,
+            "retain": [(each.first, each.end) for each in plan.retain],
+            "fetch": [
+                {"tokens": (each.tokens.first, each.tokens.end), "from": getattr(each, "from")}
+                for each in plan.fetch
+            ],
+            "release": [(each.first, each.end) for each in plan.release],
+        }
+    elif step is not None:
+        members[step] = getattr(message, step)
+    return _checked(members, ReshardRequest)
+
+
+def _token_range(tokens: tuple[int, int]) -> instance_pb2.TokenRange:
+    return instance_pb2.TokenRange(first=tokens[0], end=tokens[1])
+
+
+def join_keys(keys: Iterable[str]) -> bytes:
+    """Keys in hex, already checked, as they travel: joined octets."""
+    return bytes.fromhex("".join(keys))
 
 
 def block_name(compat_id: str, scope_id: str, block_key: str) -> common_pb2.BlockName:

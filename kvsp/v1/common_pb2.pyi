@@ -270,6 +270,106 @@ class InstanceStatus(_message.Message):
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
 
 @_typing.final
+class Sampler(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    PARAMS_JSON_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    params_json: _builtins.bytes
+    """a JSON object"""
+    seed: _builtins.int
+    step: _builtins.int
+    deterministic: _builtins.bool
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        params_json: _builtins.bytes = ...,
+        seed: _builtins.int = ...,
+        step: _builtins.int = ...,
+        deterministic: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deterministic", b"deterministic", "method", b"method", "params_json", b"params_json", "seed", b"seed", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sampler: _TypeAlias = Sampler  # noqa: Y015
+
+@_typing.final
+class SessionCheckpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    COMPAT_ID_FIELD_NUMBER: _builtins.int
+    SCOPE_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PROMPT_TAIL_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
+    OUTPUT_OFFSET_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    epoch: _builtins.int
+    compat_id: _builtins.bytes
+    scope_id: _builtins.bytes
+    prompt_blocks: _builtins.bytes
+    """32 octets each, joined"""
+    output_offset: _builtins.int
+    @_builtins.property
+    def prompt_tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def generated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sampler(self) -> Global___Sampler: ...
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        compat_id: _builtins.bytes = ...,
+        scope_id: _builtins.bytes = ...,
+        prompt_blocks: _builtins.bytes = ...,
+        prompt_tail: _abc.Iterable[_builtins.int] | None = ...,
+        generated: _abc.Iterable[_builtins.int] | None = ...,
+        output_offset: _builtins.int = ...,
+        sampler: Global___Sampler | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampler", b"sampler"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compat_id", b"compat_id", "epoch", b"epoch", "generated", b"generated", "output_offset", b"output_offset", "prompt_blocks", b"prompt_blocks", "prompt_tail", b"prompt_tail", "sampler", b"sampler", "scope_id", b"scope_id", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionCheckpoint: _TypeAlias = SessionCheckpoint  # noqa: Y015
+
+@_typing.final
+class StateChange(_message.Message):
+    """A state asked for, or the one in effect."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateChange: _TypeAlias = StateChange  # noqa: Y015
+
+@_typing.final
 class AuthorizeRequest(_message.Message):
     """What a caller wants to do, for callers that have found something wrong with the rest of a
     request and must not say so before authorization (order of checks).

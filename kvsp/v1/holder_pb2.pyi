@@ -696,6 +696,53 @@ class ReleaseLeaseReply(_message.Message):
 Global___ReleaseLeaseReply: _TypeAlias = ReleaseLeaseReply  # noqa: Y015
 
 @_typing.final
+class SetTierRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """"device" """
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockName]:
+        """empty: every block"""
+
+    @_builtins.property
+    def layers(self) -> _common_pb2.LayerRange:
+        """absent: none"""
+
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        names: _abc.Iterable[_common_pb2.BlockName] | None = ...,
+        layers: _common_pb2.LayerRange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "names", b"names", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTierRequest: _TypeAlias = SetTierRequest  # noqa: Y015
+
+@_typing.final
+class SetTierReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTierReply: _TypeAlias = SetTierReply  # noqa: Y015
+
+@_typing.final
 class PurgeBlockRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

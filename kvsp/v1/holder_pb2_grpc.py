@@ -65,6 +65,11 @@ class HolderStub:
                 request_serializer=kvsp_dot_v1_dot_holder__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=kvsp_dot_v1_dot_holder__pb2.ReleaseLeaseReply.FromString,
                 _registered_method=True)
+        self.SetTier = channel.unary_unary(
+                '/kvsp.v1.Holder/SetTier',
+                request_serializer=kvsp_dot_v1_dot_holder__pb2.SetTierRequest.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_holder__pb2.SetTierReply.FromString,
+                _registered_method=True)
         self.PurgeBlock = channel.unary_unary(
                 '/kvsp.v1.Holder/PurgeBlock',
                 request_serializer=kvsp_dot_v1_dot_holder__pb2.PurgeBlockRequest.SerializeToString,
@@ -123,6 +128,15 @@ class HolderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTier(self, request, context):
+        """The engine beside this holder says which layers of blocks it keeps in its own memory, too: their records name
+        that tier for them, and "host" for the rest (R-044). Blocks that are not held are passed over.
+        Errors: 403, 400. Who may call: the holder's own identity.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PurgeBlock(self, request, context):
         """Operator path: withdraw a block and drop it even if leased (a wrong first write pins its key).
         Errors: 403, 404 kvsp-not-found. Who may call: the holder's own identity.
@@ -163,6 +177,11 @@ def add_HolderServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=kvsp_dot_v1_dot_holder__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=kvsp_dot_v1_dot_holder__pb2.ReleaseLeaseReply.SerializeToString,
+            ),
+            'SetTier': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTier,
+                    request_deserializer=kvsp_dot_v1_dot_holder__pb2.SetTierRequest.FromString,
+                    response_serializer=kvsp_dot_v1_dot_holder__pb2.SetTierReply.SerializeToString,
             ),
             'PurgeBlock': grpc.unary_unary_rpc_method_handler(
                     servicer.PurgeBlock,
@@ -333,6 +352,33 @@ class Holder:
             '/kvsp.v1.Holder/ReleaseLease',
             kvsp_dot_v1_dot_holder__pb2.ReleaseLeaseRequest.SerializeToString,
             kvsp_dot_v1_dot_holder__pb2.ReleaseLeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTier(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Holder/SetTier',
+            kvsp_dot_v1_dot_holder__pb2.SetTierRequest.SerializeToString,
+            kvsp_dot_v1_dot_holder__pb2.SetTierReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,11 @@ class HolderStub:
     """Renew, counted from receipt. Errors: 404 kvsp-not-found (unknown, expired, or another's), 429."""
     ReleaseLease: _grpc.UnaryUnaryMultiCallable[_holder_pb2.ReleaseLeaseRequest, _holder_pb2.ReleaseLeaseReply]
     """Errors: 404 kvsp-not-found."""
+    SetTier: _grpc.UnaryUnaryMultiCallable[_holder_pb2.SetTierRequest, _holder_pb2.SetTierReply]
+    """The engine beside this holder says which layers of blocks it keeps in its own memory, too: their records name
+    that tier for them, and "host" for the rest (R-044). Blocks that are not held are passed over.
+    Errors: 403, 400. Who may call: the holder's own identity.
+    """
     PurgeBlock: _grpc.UnaryUnaryMultiCallable[_holder_pb2.PurgeBlockRequest, _holder_pb2.PurgeBlockReply]
     """Operator path: withdraw a block and drop it even if leased (a wrong first write pins its key).
     Errors: 403, 404 kvsp-not-found. Who may call: the holder's own identity.
@@ -83,6 +88,11 @@ class HolderAsyncStub(HolderStub):
     """Renew, counted from receipt. Errors: 404 kvsp-not-found (unknown, expired, or another's), 429."""
     ReleaseLease: _aio.UnaryUnaryMultiCallable[_holder_pb2.ReleaseLeaseRequest, _holder_pb2.ReleaseLeaseReply]  # type: ignore[assignment]
     """Errors: 404 kvsp-not-found."""
+    SetTier: _aio.UnaryUnaryMultiCallable[_holder_pb2.SetTierRequest, _holder_pb2.SetTierReply]  # type: ignore[assignment]
+    """The engine beside this holder says which layers of blocks it keeps in its own memory, too: their records name
+    that tier for them, and "host" for the rest (R-044). Blocks that are not held are passed over.
+    Errors: 403, 400. Who may call: the holder's own identity.
+    """
     PurgeBlock: _aio.UnaryUnaryMultiCallable[_holder_pb2.PurgeBlockRequest, _holder_pb2.PurgeBlockReply]  # type: ignore[assignment]
     """Operator path: withdraw a block and drop it even if leased (a wrong first write pins its key).
     Errors: 403, 404 kvsp-not-found. Who may call: the holder's own identity.
@@ -146,6 +156,17 @@ class HolderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_holder_pb2.ReleaseLeaseReply, _abc.Awaitable[_holder_pb2.ReleaseLeaseReply]]:
         """Errors: 404 kvsp-not-found."""
+
+    @_abc_1.abstractmethod
+    def SetTier(
+        self,
+        request: _holder_pb2.SetTierRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.SetTierReply, _abc.Awaitable[_holder_pb2.SetTierReply]]:
+        """The engine beside this holder says which layers of blocks it keeps in its own memory, too: their records name
+        that tier for them, and "host" for the rest (R-044). Blocks that are not held are passed over.
+        Errors: 403, 400. Who may call: the holder's own identity.
+        """
 
     @_abc_1.abstractmethod
     def PurgeBlock(

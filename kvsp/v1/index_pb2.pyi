@@ -134,6 +134,85 @@ class LookupHead(_message.Message):
 Global___LookupHead: _TypeAlias = LookupHead  # noqa: Y015
 
 @_typing.final
+class SurveyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCHED_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    matched: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveyRun]:
+        """in prefix order; their blocks add up to `matched`"""
+
+    def __init__(
+        self,
+        *,
+        matched: _builtins.int = ...,
+        runs: _abc.Iterable[Global___SurveyRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurveyReply: _TypeAlias = SurveyReply  # noqa: Y015
+
+@_typing.final
+class SurveyRun(_message.Message):
+    """Consecutive blocks with equal sources (kvsp.protocol.estimate.Run)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveySource]: ...
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        sources: _abc.Iterable[Global___SurveySource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurveyRun: _TypeAlias = SurveyRun  # noqa: Y015
+
+@_typing.final
+class SurveySource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    LAYER_BITS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    layer_count: _builtins.int
+    layer_bits: _builtins.float
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Residency]: ...
+    def __init__(
+        self,
+        *,
+        holder: _builtins.str = ...,
+        layer_count: _builtins.int = ...,
+        layer_bits: _builtins.float = ...,
+        tiers: _abc.Iterable[_common_pb2.Residency] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "layer_bits", b"layer_bits", "layer_count", b"layer_count", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurveySource: _TypeAlias = SurveySource  # noqa: Y015
+
+@_typing.final
 class PutReplicaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -42,6 +42,11 @@ class IndexStub:
                 request_serializer=kvsp_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvsp_dot_v1_dot_index__pb2.LookupChunk.FromString,
                 _registered_method=True)
+        self.Survey = channel.unary_unary(
+                '/kvsp.v1.Index/Survey',
+                request_serializer=kvsp_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_index__pb2.SurveyReply.FromString,
+                _registered_method=True)
         self.PutReplica = channel.unary_unary(
                 '/kvsp.v1.Index/PutReplica',
                 request_serializer=kvsp_dot_v1_dot_index__pb2.PutReplicaRequest.SerializeToString,
@@ -75,6 +80,14 @@ class IndexServicer:
         LocalLookup over the index's control socket instead.
         Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
         Who may call: any role but the index, for its own scopes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Survey(self, request, context):
+        """A lookup reduced to what placement decides on: which holders have which layers of which blocks.
+        Errors: as Lookup. Who may call: placement, for its scopes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,6 +135,11 @@ def add_IndexServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvsp_dot_v1_dot_index__pb2.LookupRequest.FromString,
                     response_serializer=kvsp_dot_v1_dot_index__pb2.LookupChunk.SerializeToString,
+            ),
+            'Survey': grpc.unary_unary_rpc_method_handler(
+                    servicer.Survey,
+                    request_deserializer=kvsp_dot_v1_dot_index__pb2.LookupRequest.FromString,
+                    response_serializer=kvsp_dot_v1_dot_index__pb2.SurveyReply.SerializeToString,
             ),
             'PutReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.PutReplica,
@@ -173,6 +191,33 @@ class Index:
             '/kvsp.v1.Index/Lookup',
             kvsp_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
             kvsp_dot_v1_dot_index__pb2.LookupChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Survey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Index/Survey',
+            kvsp_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
+            kvsp_dot_v1_dot_index__pb2.SurveyReply.FromString,
             options,
             channel_credentials,
             insecure,

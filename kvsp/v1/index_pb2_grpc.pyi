@@ -43,6 +43,10 @@ class IndexStub:
     Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
     Who may call: any role but the index, for its own scopes.
     """
+    Survey: _grpc.UnaryUnaryMultiCallable[_index_pb2.LookupRequest, _index_pb2.SurveyReply]
+    """A lookup reduced to what placement decides on: which holders have which layers of which blocks.
+    Errors: as Lookup. Who may call: placement, for its scopes.
+    """
     PutReplica: _grpc.UnaryUnaryMultiCallable[_index_pb2.PutReplicaRequest, _index_pb2.PutReplicaReply]
     """Publish or refresh one replica record.
     Errors: 403 not the holder and no grant, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible,
@@ -76,6 +80,10 @@ class IndexAsyncStub(IndexStub):
     LocalLookup over the index's control socket instead.
     Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
     Who may call: any role but the index, for its own scopes.
+    """
+    Survey: _aio.UnaryUnaryMultiCallable[_index_pb2.LookupRequest, _index_pb2.SurveyReply]  # type: ignore[assignment]
+    """A lookup reduced to what placement decides on: which holders have which layers of which blocks.
+    Errors: as Lookup. Who may call: placement, for its scopes.
     """
     PutReplica: _aio.UnaryUnaryMultiCallable[_index_pb2.PutReplicaRequest, _index_pb2.PutReplicaReply]  # type: ignore[assignment]
     """Publish or refresh one replica record.
@@ -113,6 +121,16 @@ class IndexServicer(metaclass=_abc_1.ABCMeta):
         LocalLookup over the index's control socket instead.
         Errors: 403 role, 413 too many keys or targets, 403 kvsp-scope-denied.
         Who may call: any role but the index, for its own scopes.
+        """
+
+    @_abc_1.abstractmethod
+    def Survey(
+        self,
+        request: _index_pb2.LookupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_index_pb2.SurveyReply, _abc.Awaitable[_index_pb2.SurveyReply]]:
+        """A lookup reduced to what placement decides on: which holders have which layers of which blocks.
+        Errors: as Lookup. Who may call: placement, for its scopes.
         """
 
     @_abc_1.abstractmethod
