@@ -4,8 +4,8 @@ With o_i = softmax(q k_i) v_i over piece i and l_i = log sum exp(q k_i), attenti
 sum_i exp(l_i - l) o_i with l = log sum exp(l_i): the identity behind FlashDecoding (Dao et al., 2023) and Ring
 Attention (Liu et al., 2023, arXiv:2310.01889). Partials are float32 whatever the model computes in.
 
-Shapes: queries [heads, new, dim], keys and values [kv_heads, tokens, dim], heads a multiple of kv_heads; of a partial
-the output is [heads, new, dim], the log-sum-exp [heads, new].
+Shapes: queries [heads, new, dim], keys and values [kv_heads, tokens, dim], heads a multiple of kv_heads; a partial
+is [heads, new, dim] with a log-sum-exp [heads, new].
 """
 
 from __future__ import annotations
