@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -12,6 +12,7 @@ from msgspec import Struct
 from kvsp.protocol import descriptor
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError
+from kvsp.protocol.keys import ScopeKey
 from kvsp.protocol.policy import Policy
 
 T = TypeVar("T")
@@ -81,4 +82,17 @@ def load_descriptors(paths: Iterable[str]) -> dict[bytes, Descriptor]:
         except (OSError, KvspError) as error:
             raise ConfigError(f"descriptor {path}: {error}") from None
         found[descriptor.compat_id(loaded)] = loaded
+    return found
+
+
+def load_scope_keys(files: Mapping[str, str]) -> dict[str, ScopeKey]:
+    """Scope keys by name, from files that only their owner may read (D15). Raises ConfigError."""
+    found: dict[str, ScopeKey] = {}
+    for name, path in files.items():
+        try:
+            if Path(path).stat().st_mode & 0o077:
+                raise ConfigError(f"scope {name}: {path}: others may read it; its mode must be 0600")
+            found[name] = ScopeKey.parse(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"scope {name}: {path}: {error}") from None
     return found
