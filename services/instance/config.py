@@ -1,0 +1,103 @@
+"""instance.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+from kvsp.protocol import limits
+from kvsp.protocol.names import check_base_uri
+from kvsp.protocol.policy import Identity, Policy
+from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, Tls
+
+Count = Annotated[int, Meta(ge=0, le=limits.INT_MAX)]
+Positive = Annotated[int, Meta(ge=1, le=limits.INT_MAX)]
+
+STATUS_TTL_MS_MIN: Final = 100
+
+
+class Party(Struct, frozen=True, forbid_unknown_fields=True):
+    """Another party: its public name, and where it takes internal calls; no `address`: over HTTPS."""
+
+    base_uri: str
+    address: str = ""
+    tls: Tls | None = None
+
+    def peer(self) -> Peer | None:
+        """Its internal address."""
+        return Peer(self.address, self.tls) if self.address else None
+
+
+class InstanceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an inference instance needs besides.
+
+    `base_uri` is its public name, which the holder beside it (`holder`) shares. `model` is a directory of a causal
+    language model; blocks have `block_tokens` tokens. `holders` are those that it may load from, `durable` of them
+    get a copy of each new block. `scopes` are files of scope keys by name. `https` are the credentials for parties
+    without an internal address. `state_dir` keeps the epoch. Times are milliseconds; 0 for `sleep_after_ms`: never
+    ask to sleep. `threads` compute (0: as many as the machine has); `device_octets` of hot blocks' first
+    `device_layers` layers (0: all) stay in the engine's memory. `link_mbit_per_s` is assumed of holders until
+    measured. `queue_octets` bounds what waits to be stored.
+    """
+
+    base_uri: str
+    model: str
+    block_tokens: Annotated[int, Meta(ge=1, le=4096)]
+    placement: Party
+    index: Peer
+    holder: Peer
+    holders: tuple[Party, ...] = ()
+    durable: tuple[str, ...] = ()
+    scopes: dict[str, str]
+    https: Tls | None = None
+    state_dir: str
+    status_ttl_ms: Annotated[int, Meta(ge=STATUS_TTL_MS_MIN, le=limits.STATUS_TTL_MS_MAX)] = 1_500
+    sleep_after_ms: Count = 0
+    keep_output_ms: Positive = 60_000
+    prompt_wait_ms: Positive = 10_000
+    batch_size: Annotated[int, Meta(ge=1, le=4096)] = 16
+    queue_max: Count = 64
+    batch_invariant: bool = True
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    device_octets: Count = 0
+    device_layers: Count = 0
+    link_mbit_per_s: Annotated[float, Meta(gt=0, le=1e9)] = 10_000.0
+    parallel: Annotated[int, Meta(ge=1, le=64)] = 4
+    lease_ms: Annotated[int, Meta(ge=1, le=limits.LEASE_TTL_MS_MAX)] = 10_000
+    fetch_timeout_ms: Positive = 5_000
+    queue_octets: Positive = 256 << 20
+
+
+def check_identity(config: InstanceConfig, policy: Policy) -> Identity:
+    """The instance's own identity. Raises ConfigError unless the policy lets it be this instance."""
+    identity = policy.identities.get(config.principal)
+    if identity is None or "instance" not in identity.roles or config.base_uri not in identity.base_uris:
+        raise ConfigError(f"{config.policy}: {config.principal} is not the instance {config.base_uri}")
+    return identity
+
+
+def check_model(config: InstanceConfig) -> None:
+    """What can be seen at once is not found out after seconds of loading. Raises ConfigError."""
+    if not Path(config.model).is_dir():
+        raise ConfigError(f"model {config.model}: no such directory")
+
+
+def check_parties(config: InstanceConfig, policy: Policy) -> None:
+    """Who is called is registered (D10), and can be. Raises ConfigError."""
+    names = [holder.base_uri for holder in config.holders]
+    if config.base_uri in names or len(set(names)) != len(names):
+        raise ConfigError("holders: each once, and not the instance itself")
+    if unknown := set(config.durable) - set(names):
+        raise ConfigError(f"durable: {min(unknown)} is none of the holders")
+    for party in (config.placement, *config.holders):
+        try:
+            check_base_uri(party.base_uri)
+        except ValueError as error:
+            raise ConfigError(f"{party.base_uri}: {error}") from None
+        # "only connect to registered base URIs" (D10)
+        if not policy.is_party(party.base_uri):
+            raise ConfigError(f"{config.policy}: {party.base_uri} is nobody's base URI")
+        if not party.address and config.https is None:
+            raise ConfigError(f"{party.base_uri}: has no address, and there is no [https] to reach it with")
