@@ -10,6 +10,7 @@ import base64
 import hashlib
 import ipaddress
 import re
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -78,11 +79,13 @@ def party_id(base_uri: str) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(base_uri.encode()).digest()).rstrip(b"=").decode()
 
 
+@lru_cache(maxsize=1024)  # the few of a fleet are checked over and over; a bad one is an error each time
 def check_base_uri(uri: str) -> None:
     """A normalised https base URI ending in '/' (U-07)."""
     _check_uri(uri, "https", 443, _PATH)
 
 
+@lru_cache(maxsize=1024)
 def check_holder_uri(uri: str) -> None:
     """An https base URI, or the moqt URI of a publishing endpoint or relay (R-045)."""
     if uri.startswith("moqt:"):

@@ -309,7 +309,7 @@ class LeaseReply(Struct, frozen=True):
         normal_uuid(self.lease)
 
 
-class DirectiveBlock(Struct, frozen=True):
+class DirectiveBlock(Struct, frozen=True, gc=False):  # a directive has hundreds, and they refer to nothing
     """One block of a prefetch directive and where it may be loaded from."""
 
     block_key: str

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvsp.v1 import common_pb2 as kvsp_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvsp/v1/index.proto\x12\x07kvsp.v1\x1a\x14kvsp/v1/common.proto\"o\n\rLookupRequest\x12\x10\n\x08scope_id\x18\x01 \x01(\x0c\x12\x11\n\tcompat_id\x18\x02 \x01(\x0c\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x0f\n\x07targets\x18\x04 \x03(\t\x12\x14\n\x0cwant_targets\x18\x05 \x01(\x08\"o\n\x0bLookupChunk\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x13.kvsp.v1.LookupHeadH\x00\x12\x0e\n\x04json\x18\x02 \x01(\x0cH\x00\x12#\n\x07problem\x18\x03 \x01(\x0b\x32\x10.kvsp.v1.ProblemH\x00\x42\x06\n\x04part\"I\n\x0bLocalLookup\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvsp.v1.LookupRequest\"2\n\nLookupHead\x12\x0f\n\x07matched\x18\x01 \x01(\r\x12\x13\n\x0bjson_octets\x18\x02 \x01(\x04\"@\n\x0bSurveyReply\x12\x0f\n\x07matched\x18\x01 \x01(\r\x12 \n\x04runs\x18\x02 \x03(\x0b\x32\x12.kvsp.v1.SurveyRun\"C\n\tSurveyRun\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12&\n\x07sources\x18\x02 \x03(\x0b\x32\x15.kvsp.v1.SurveySource\"j\n\x0cSurveySource\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x13\n\x0blayer_count\x18\x02 \x01(\r\x12\x12\n\nlayer_bits\x18\x03 \x01(\x01\x12!\n\x05tiers\x18\x04 \x03(\x0b\x32\x12.kvsp.v1.Residency\"a\n\x11PutReplicaRequest\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x11\n\tblock_key\x18\x02 \x01(\x0c\x12&\n\x06record\x18\x03 \x01(\x0b\x32\x16.kvsp.v1.ReplicaRecord\"2\n\x0fPutReplicaReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"<\n\x14\x44\x65leteReplicaRequest\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x11\n\tblock_key\x18\x02 \x01(\x0c\"\x14\n\x12\x44\x65leteReplicaReply\"\x7f\n\x0ePublishRequest\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12%\n\x03put\x18\x02 \x01(\x0b\x32\x16.kvsp.v1.ReplicaRecordH\x00\x12\x31\n\x08withdraw\x18\x03 \x01(\x0b\x32\x1d.kvsp.v1.DeleteReplicaRequestH\x00\x42\x06\n\x04item\"\xa5\x01\n\x0cPublishReply\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\'\n\x03put\x18\x02 \x01(\x0b\x32\x18.kvsp.v1.PutReplicaReplyH\x00\x12\x30\n\twithdrawn\x18\x03 \x01(\x0b\x32\x1b.kvsp.v1.DeleteReplicaReplyH\x00\x12#\n\x07problem\x18\x04 \x01(\x0b\x32\x10.kvsp.v1.ProblemH\x00\x42\x08\n\x06result\"\x0b\n\tFeedReply2\x80\x03\n\x05Index\x12\x38\n\x06Lookup\x12\x16.kvsp.v1.LookupRequest\x1a\x14.kvsp.v1.LookupChunk0\x01\x12\x36\n\x06Survey\x12\x16.kvsp.v1.LookupRequest\x1a\x14.kvsp.v1.SurveyReply\x12\x42\n\nPutReplica\x12\x1a.kvsp.v1.PutReplicaRequest\x1a\x18.kvsp.v1.PutReplicaReply\x12K\n\rDeleteReplica\x12\x1d.kvsp.v1.DeleteReplicaRequest\x1a\x1b.kvsp.v1.DeleteReplicaReply\x12=\n\x07Publish\x12\x17.kvsp.v1.PublishRequest\x1a\x15.kvsp.v1.PublishReply(\x01\x30\x01\x12\x35\n\x04\x46\x65\x65\x64\x12\x17.kvsp.v1.InstanceStatus\x1a\x12.kvsp.v1.FeedReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvsp/v1/index.proto\x12\x07kvsp.v1\x1a\x14kvsp/v1/common.proto\"o\n\rLookupRequest\x12\x10\n\x08scope_id\x18\x01 \x01(\x0c\x12\x11\n\tcompat_id\x18\x02 \x01(\x0c\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x0f\n\x07targets\x18\x04 \x03(\t\x12\x14\n\x0cwant_targets\x18\x05 \x01(\x08\"o\n\x0bLookupChunk\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x13.kvsp.v1.LookupHeadH\x00\x12\x0e\n\x04json\x18\x02 \x01(\x0cH\x00\x12#\n\x07problem\x18\x03 \x01(\x0b\x32\x10.kvsp.v1.ProblemH\x00\x42\x06\n\x04part\"I\n\x0bLocalLookup\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.kvsp.v1.LookupRequest\"2\n\nLookupHead\x12\x0f\n\x07matched\x18\x01 \x01(\r\x12\x13\n\x0bjson_octets\x18\x02 \x01(\x04\"h\n\x0bSurveyReply\x12\x0f\n\x07matched\x18\x01 \x01(\r\x12 \n\x04runs\x18\x02 \x03(\x0b\x32\x12.kvsp.v1.SurveyRun\x12&\n\x07sources\x18\x03 \x03(\x0b\x32\x15.kvsp.v1.SurveySource\",\n\tSurveyRun\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0f\n\x07sources\x18\x02 \x03(\r\"j\n\x0cSurveySource\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x13\n\x0blayer_count\x18\x02 \x01(\r\x12\x12\n\nlayer_bits\x18\x03 \x01(\x01\x12!\n\x05tiers\x18\x04 \x03(\x0b\x32\x12.kvsp.v1.Residency\"a\n\x11PutReplicaRequest\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x11\n\tblock_key\x18\x02 \x01(\x0c\x12&\n\x06record\x18\x03 \x01(\x0b\x32\x16.kvsp.v1.ReplicaRecord\"2\n\x0fPutReplicaReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"<\n\x14\x44\x65leteReplicaRequest\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x11\n\tblock_key\x18\x02 \x01(\x0c\"\x14\n\x12\x44\x65leteReplicaReply\"\x7f\n\x0ePublishRequest\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12%\n\x03put\x18\x02 \x01(\x0b\x32\x16.kvsp.v1.ReplicaRecordH\x00\x12\x31\n\x08withdraw\x18\x03 \x01(\x0b\x32\x1d.kvsp.v1.DeleteReplicaRequestH\x00\x42\x06\n\x04item\"\xa5\x01\n\x0cPublishReply\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\'\n\x03put\x18\x02 \x01(\x0b\x32\x18.kvsp.v1.PutReplicaReplyH\x00\x12\x30\n\twithdrawn\x18\x03 \x01(\x0b\x32\x1b.kvsp.v1.DeleteReplicaReplyH\x00\x12#\n\x07problem\x18\x04 \x01(\x0b\x32\x10.kvsp.v1.ProblemH\x00\x42\x08\n\x06result\"\x0b\n\tFeedReply2\x80\x03\n\x05Index\x12\x38\n\x06Lookup\x12\x16.kvsp.v1.LookupRequest\x1a\x14.kvsp.v1.LookupChunk0\x01\x12\x36\n\x06Survey\x12\x16.kvsp.v1.LookupRequest\x1a\x14.kvsp.v1.SurveyReply\x12\x42\n\nPutReplica\x12\x1a.kvsp.v1.PutReplicaRequest\x1a\x18.kvsp.v1.PutReplicaReply\x12K\n\rDeleteReplica\x12\x1d.kvsp.v1.DeleteReplicaRequest\x1a\x1b.kvsp.v1.DeleteReplicaReply\x12=\n\x07Publish\x12\x17.kvsp.v1.PublishRequest\x1a\x15.kvsp.v1.PublishReply(\x01\x30\x01\x12\x35\n\x04\x46\x65\x65\x64\x12\x17.kvsp.v1.InstanceStatus\x1a\x12.kvsp.v1.FeedReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKUPHEAD']._serialized_start=355
   _globals['_LOOKUPHEAD']._serialized_end=405
   _globals['_SURVEYREPLY']._serialized_start=407
-  _globals['_SURVEYREPLY']._serialized_end=471
-  _globals['_SURVEYRUN']._serialized_start=473
-  _globals['_SURVEYRUN']._serialized_end=540
-  _globals['_SURVEYSOURCE']._serialized_start=542
-  _globals['_SURVEYSOURCE']._serialized_end=648
-  _globals['_PUTREPLICAREQUEST']._serialized_start=650
-  _globals['_PUTREPLICAREQUEST']._serialized_end=747
-  _globals['_PUTREPLICAREPLY']._serialized_start=749
-  _globals['_PUTREPLICAREPLY']._serialized_end=799
-  _globals['_DELETEREPLICAREQUEST']._serialized_start=801
-  _globals['_DELETEREPLICAREQUEST']._serialized_end=861
-  _globals['_DELETEREPLICAREPLY']._serialized_start=863
-  _globals['_DELETEREPLICAREPLY']._serialized_end=883
-  _globals['_PUBLISHREQUEST']._serialized_start=885
-  _globals['_PUBLISHREQUEST']._serialized_end=1012
-  _globals['_PUBLISHREPLY']._serialized_start=1015
-  _globals['_PUBLISHREPLY']._serialized_end=1180
-  _globals['_FEEDREPLY']._serialized_start=1182
-  _globals['_FEEDREPLY']._serialized_end=1193
-  _globals['_INDEX']._serialized_start=1196
-  _globals['_INDEX']._serialized_end=1580
+  _globals['_SURVEYREPLY']._serialized_end=511
+  _globals['_SURVEYRUN']._serialized_start=513
+  _globals['_SURVEYRUN']._serialized_end=557
+  _globals['_SURVEYSOURCE']._serialized_start=559
+  _globals['_SURVEYSOURCE']._serialized_end=665
+  _globals['_PUTREPLICAREQUEST']._serialized_start=667
+  _globals['_PUTREPLICAREQUEST']._serialized_end=764
+  _globals['_PUTREPLICAREPLY']._serialized_start=766
+  _globals['_PUTREPLICAREPLY']._serialized_end=816
+  _globals['_DELETEREPLICAREQUEST']._serialized_start=818
+  _globals['_DELETEREPLICAREQUEST']._serialized_end=878
+  _globals['_DELETEREPLICAREPLY']._serialized_start=880
+  _globals['_DELETEREPLICAREPLY']._serialized_end=900
+  _globals['_PUBLISHREQUEST']._serialized_start=902
+  _globals['_PUBLISHREQUEST']._serialized_end=1029
+  _globals['_PUBLISHREPLY']._serialized_start=1032
+  _globals['_PUBLISHREPLY']._serialized_end=1197
+  _globals['_FEEDREPLY']._serialized_start=1199
+  _globals['_FEEDREPLY']._serialized_end=1210
+  _globals['_INDEX']._serialized_start=1213
+  _globals['_INDEX']._serialized_end=1597
 # @@protoc_insertion_point(module_scope)

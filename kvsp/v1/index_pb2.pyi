@@ -139,20 +139,24 @@ class SurveyReply(_message.Message):
 
     MATCHED_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     matched: _builtins.int
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveyRun]:
         """in prefix order; their blocks add up to `matched`"""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveySource]: ...
     def __init__(
         self,
         *,
         matched: _builtins.int = ...,
         runs: _abc.Iterable[Global___SurveyRun] | None = ...,
+        sources: _abc.Iterable[Global___SurveySource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "runs", b"runs", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -168,12 +172,14 @@ class SurveyRun(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     @_builtins.property
-    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveySource]: ...
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """positions in SurveyReply.sources, ascending by holder"""
+
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
-        sources: _abc.Iterable[Global___SurveySource] | None = ...,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

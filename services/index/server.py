@@ -20,7 +20,7 @@ from kvsp.rpc import errors, server
 from kvsp.rpc.authority import Authority
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load_descriptors, load_policy
-from kvsp.rpc.convert import replica_from_message, split_keys, status_from_message
+from kvsp.rpc.convert import replica_from_message, split_keys, status_from_message, survey_to_message
 from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import caller
 from kvsp.v1 import common_pb2_grpc, index_pb2, index_pb2_grpc
@@ -71,6 +71,15 @@ class IndexServicer(index_pb2_grpc.IndexServicer):
             pieces.append(await self._targets(found, request.targets))
         pieces.append(b"}")
         return index_pb2.LookupHead(matched=found.matched, json_octets=sum(map(len, pieces))), pieces
+
+    async def Survey(  # noqa: N802
+        self, request: index_pb2.LookupRequest, context: Context
+    ) -> index_pb2.SurveyReply:
+        """A lookup reduced to what placement decides on."""
+        identity = caller(context, self._policy)
+        self._policy.require_role(identity, PLACEMENT)
+        keys = self._admit(request, identity)
+        return survey_to_message(self._state.survey(request.scope_id, request.compat_id, keys, self._now_ms()))
 
     async def PutReplica(  # noqa: N802
         self, request: index_pb2.PutReplicaRequest, context: Context

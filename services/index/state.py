@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from msgspec import UNSET
@@ -40,7 +42,7 @@ class Found:
 
     matched: int
     pieces: list[bytes]
-    runs: list[estimate.Run]
+    survey: estimate.Survey
     block_tokens: int | None
 
 
@@ -83,8 +85,12 @@ class IndexState:
     ) -> Found:
         """Longest prefix; with `survey`, also what `estimate` needs."""
         matched = self.table.longest_prefix(scope_id, compat_id, keys, now_ms)
-        runs = estimate.survey(matched) if survey else []
-        return Found(len(matched), _render(matched, now_ms), runs, self._block_tokens.get(compat_id))
+        prepared = estimate.Survey(_runs(matched) if survey else [])
+        return Found(len(matched), _render(matched, now_ms), prepared, self._block_tokens.get(compat_id))
+
+    def survey(self, scope_id: bytes, compat_id: bytes, keys: Sequence[bytes], now_ms: int) -> list[estimate.Run]:
+        """Longest prefix, reduced to who holds which layers: their blocks add up to what is matched."""
+        return _runs(self.table.longest_prefix(scope_id, compat_id, keys, now_ms))
 
     def observe(self, status: InstanceStatus, now_ms: int) -> bool:
         """Take over an instance's status; False when its epoch is older than one seen (R-103)."""
@@ -104,7 +110,7 @@ class IndexState:
         known = self._instances.get(target)
         if known is None or known.expires_ms <= now_ms:
             return TargetEstimate(target)
-        fetch = estimate.fetch_us_of(found.runs, target, known.links)
+        fetch = found.survey.fetch_us(target, known.links)
         recompute = None
         if found.block_tokens is not None:
             tokens = found.matched * found.block_tokens  # U-44
@@ -130,6 +136,20 @@ class IndexState:
 def render_targets(targets: Sequence[TargetEstimate]) -> bytes:
     """The member that follows `Found.pieces`, with its comma."""
     return b',"targets":' + jsonio.encode(targets)
+
+
+_SOURCE: Final = attrgetter("source")
+
+
+def _runs(matched: Sequence[Sequence[Replica]]) -> list[estimate.Run]:
+    """`estimate.survey`: equal sources of a holder are one object here, so that most blocks compare at no cost."""
+    runs: list[estimate.Run] = []
+    for found, group in groupby([tuple(map(_SOURCE, replicas)) for replicas in matched]):
+        sources, blocks = tuple(sorted(found)), len(list(group))
+        if runs and runs[-1][0] == sources:  # the same holders, which published in another order
+            blocks += runs.pop()[1]
+        runs.append((sources, blocks))
+    return runs
 
 
 def _render(matched: Sequence[Sequence[Replica]], now_ms: int) -> list[bytes]:

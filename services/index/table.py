@@ -13,12 +13,13 @@ from typing import Final
 
 from msgspec import UnsetType
 
-from kvsp.protocol import digests, jsonio, registry
+from kvsp.protocol import digests, estimate, jsonio, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.names import party_id
-from kvsp.protocol.records import ReplicaRecord, Residency
+from kvsp.protocol.records import ReplicaRecord
 
 QUOTA_RETRY_S: Final = 60
+_SOURCES_MAX: Final = 256
 _SLACK: Final = 1024  # stale deadlines that are not worth a sweep
 
 
@@ -39,18 +40,18 @@ class Tally:
 class Holder:
     """A publishing party and its records by block key."""
 
-    __slots__ = ("records", "residency", "uri")
+    __slots__ = ("_sources", "records", "uri")
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
         self.records: dict[bytes, Replica] = {}
-        self.residency: tuple[Residency, ...] = ()
+        self._sources: dict[estimate.Source, estimate.Source] = {}
 
-    def shared(self, residency: Sequence[Residency]) -> tuple[Residency, ...]:
-        """An equal residency that is already in memory: nearly all blocks of a holder have the same."""
-        if self.residency != tuple(residency):
-            self.residency = tuple(residency)
-        return self.residency
+    def shared(self, source: estimate.Source) -> estimate.Source:
+        """An equal source that is already in memory: the blocks of a holder are of very few kinds."""
+        if len(self._sources) >= _SOURCES_MAX:
+            self._sources.clear()
+        return self._sources.setdefault(source, source)
 
 
 class Table:
@@ -66,19 +67,15 @@ class Table:
 
 
 class Replica:
-    """A record at rest; has what `kvsp.protocol.estimate` asks of a replica.
+    """A record at rest; `source` is what `kvsp.protocol.estimate` needs of it.
 
     `text` lacks the ttl value and the closing brace. `due_ms` is the time of its only valid entry
     among the deadlines, at or before `expires_ms`; 0 when the replica is gone.
     """
 
-    __slots__ = (
-        "due_ms", "expires_ms", "holder", "key", "layer_count", "owner", "residency", "size", "table", "text",
-    )  # fmt: skip
+    __slots__ = ("due_ms", "expires_ms", "holder", "key", "owner", "source", "table", "text")
 
-    size: int
-    layer_count: int
-    residency: tuple[Residency, ...]
+    source: estimate.Source
     expires_ms: int
 
     def __init__(self, key: bytes, owner: Holder, table: Table) -> None:
@@ -92,9 +89,7 @@ class Replica:
     def describe(self, record: ReplicaRecord, text: bytes) -> None:
         """Take over what the record says; `text` is its JSON, cut."""
         self.text = text
-        self.size = record.size
-        self.layer_count = record.layer_count
-        self.residency = self.owner.shared(record.residency)
+        self.source = self.owner.shared(estimate.source_of(record))
 
 
 class ReplicaTable:

@@ -1,0 +1,394 @@
+"""The rules of the placement controller: instances, sessions, assignment, migration (A9, A10, A14). Pure.
+
+Events are methods with `now_ms`, milliseconds of a clock that never goes back within a process. Replies are
+returned, refusals are KvspError; what is to be done is drained with `instructions()` after every event, also after
+a refused one:
+
+    try: reply = state.checkpoint(...)
+    finally: todo = state.instructions()
+
+A `Persist`, if any, comes first: its rows must be on disk before what follows is done and before the reply leaves
+(rows that an earlier event left unwritten likewise). Afterwards the shell answers
+
+    Survey      -> surveyed(session, epoch, runs, now_ms)    runs: `estimate.survey` of the keys' replicas, or ()
+    SendResume  -> resumed(session, epoch, now_ms) or resume_failed(session, epoch, now_ms)
+    SendState   -> ordered(instance, state, now_ms) or order_failed(instance, refused=...)
+
+and calls `tick(now_ms)` at `next_deadline()`. Feed, SendPrefetch, Bind, Ended and WantInstance want no answer.
+A restart is `PlacementState(..., rows=all rows ever persisted, the last of a key, now_ms=...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvsp.protocol import registry
+from kvsp.protocol.errors import KvspError, bad_request, unavailable
+from kvsp.protocol.estimate import Run
+from kvsp.protocol.records import CheckpointReply, InstanceStatus, SessionCheckpoint
+from services.placement.cost import Candidate, Request
+from services.placement.fleet import DRAINING, FAILED, SLEEPING, UNREPORTED, Fleet, Instance
+from services.placement.instructions import (
+    NOBODY,
+    Binding,
+    Feed,
+    Forget,
+    InstanceRow,
+    Instruction,
+    Row,
+    SessionRow,
+)
+from services.placement.migration import Migration
+from services.placement.outbox import Outbox
+from services.placement.placing import Placer
+from services.placement.quota import Bucket
+from services.placement.sessions import Phase, Session, Sessions, check_bounds, octets_of
+from services.placement.settings import Settings, Totals
+
+FIRST_EPOCH: Final = 1
+SWEEP_MS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The outcome of `assign`: the first of `candidates` was chosen; `directive` "": none was sent.
+
+    `matched` counts leading prompt blocks that are held somewhere.
+    """
+
+    binding: Binding
+    matched: int
+    candidates: list[Candidate]
+    directive: str
+
+
+def _everyone(_scope_id: str, _compat_id: str) -> Collection[str] | None:
+    return None
+
+
+class PlacementState:
+    """One controller.
+
+    `new_id` makes UUIDs for directives. `block_tokens` are the tokens per block by compat_id (hex32) as far as
+    descriptors are configured: if any are, others are refused. `serves(scope_id, compat_id)` gives the base URIs
+    of the instances that may be given such a session; None: all.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        new_id: Callable[[], str],
+        block_tokens: Mapping[str, int] | None = None,
+        serves: Callable[[str, str], Collection[str] | None] = _everyone,
+        rows: Iterable[Row] = (),
+        now_ms: int = 0,
+    ) -> None:
+        self.totals = Totals()
+        self._settings = settings
+        self._block_tokens = block_tokens or {}
+        self._outbox = Outbox()
+        self._fleet = Fleet(settings, self._outbox)
+        self._sessions = Sessions()
+        self._placer = Placer(settings, self.totals, self._fleet, self._outbox, new_id=new_id, serves=serves)
+        self._migration = Migration(settings, self.totals, self._sessions, self._placer, self._outbox)
+        self._buckets: dict[str, tuple[Bucket, Bucket]] = {}
+        self._sweep_ms = now_ms + SWEEP_MS
+        self._restore(rows, now_ms)
+
+    def instructions(self) -> list[Instruction]:
+        """What is to be done since the last call."""
+        return self._outbox.drain()
+
+    # --- instances (A9) ---------------------------------------------------------------
+
+    def status(self, status: InstanceStatus, now_ms: int) -> str:
+        """An instance reports: the controller's view (R-104, U-37). Raises KvspError (kvsp-stale-epoch)."""
+        self.tick(now_ms)
+        known = self._fleet.get(status.instance)
+        # "The PC MUST discard records with an epoch lower than the highest it has seen for that instance" (R-103)
+        if known is not None and status.epoch < known.epoch:
+            raise KvspError(registry.STALE_EPOCH)
+        instance = known or self._fleet.add(status.instance)
+        was_active, is_first = instance.is_active, instance.status is None
+        before = (instance.epoch, instance.ttl_ms)
+        instance.report(status, now_ms)
+        if before != (instance.epoch, instance.ttl_ms):
+            self._outbox.save(InstanceRow(instance.uri, instance.epoch, instance.ttl_ms))
+        self._outbox.do(Feed(status))
+        self._judge_sessions(instance, is_first=is_first, now_ms=now_ms)
+        self._fleet.order_again(instance)
+        if instance.is_active and status.requested_state == SLEEPING and self._fleet.may_sleep(instance):
+            instance.state = DRAINING  # "After accepting, PC treats it as draining at once." (U-37)
+        if instance.is_active and not was_active:
+            self._became_active(instance, now_ms)
+        return instance.reply()
+
+    def order(self, instance: str, state: str, now_ms: int) -> None:
+        """An operator wants the instance "draining" or "active": SendState (R-107).
+
+        Raises KvspError: 400, kvsp-not-found for an unknown instance, kvsp-invalid-state for a failed one.
+        """
+        self.tick(now_ms)
+        self._fleet.order(instance, state)
+
+    def ordered(self, instance: str, state: str, now_ms: int) -> None:
+        """The instance has carried out an order and says which state is in effect (U-36)."""
+        self.tick(now_ms)
+        awake = self._fleet.ordered(instance, state)
+        if awake is not None:
+            self._became_active(awake, now_ms)
+
+    def order_failed(self, instance: str, *, refused: bool) -> None:
+        """It did not: refused, it is not asked again; unreachable, it is with its next report."""
+        self._fleet.order_failed(instance, refused=refused)
+
+    def is_active(self, instance: str) -> bool:
+        """May the instance be sent directives and sessions right now? (R-108)"""
+        known = self._fleet.get(instance)
+        return known is not None and known.is_active
+
+    def overview(self) -> list[InstanceStatus]:
+        """Every instance as the controller sees it."""
+        return [instance.overview() for instance in self._fleet]
+
+    # --- assignment (A10) -------------------------------------------------------------
+
+    def check_start(self, start: SessionCheckpoint, prompt_tokens: int) -> None:
+        """What can be seen in the request alone. Raises KvspError: 400, 413."""
+        self.check_bounds(start)
+        known = self._block_tokens.get(start.compat_id)
+        if start.epoch or start.output_offset:
+            raise bad_request("a session starts with epoch 0 and output_offset 0")
+        block_tokens = _tokens_per_block(start, prompt_tokens)
+        if known is not None and block_tokens not in (0, known):
+            raise bad_request("prompt_tokens does not match prompt_blocks and the descriptor")
+
+    def check_assign(self, owner: str, start: SessionCheckpoint, prompt_tokens: int) -> None:
+        """All that can refuse an assignment but the want of an instance.
+
+        Raises KvspError, in this order: as `check_start`, kvsp-incompatible, 409 for a session that exists, 429.
+        """
+        self.check_start(start, prompt_tokens)
+        self._require_compat(start.compat_id)
+        if self._sessions.get(start.session) is not None:
+            raise KvspError(registry.CONFLICT, "the session exists")
+        self._sessions.check_room(owner, self._settings.sessions_max)
+
+    def assign(
+        self, owner: str, start: SessionCheckpoint, prompt_tokens: int, runs: Sequence[Run], now_ms: int
+    ) -> Assignment:
+        """Choose an instance for a request and bind its session to it (R-119).
+
+        `owner` is the identity that asks, `start` the session before its first token, `runs` its leading blocks
+        that are held somewhere. Raises KvspError as `check_assign`; 503 when no active instance can take it.
+        """
+        self.tick(now_ms)
+        self.check_assign(owner, start, prompt_tokens)
+        block_tokens = _tokens_per_block(start, prompt_tokens) or self._block_tokens.get(start.compat_id, 0)
+        request = Request(runs, prompt_tokens, block_tokens)
+        candidates, instance = self._placer.choose(request, start)
+        if instance is None or self._placer.is_too_dear(candidates[0]):
+            self._placer.keep_unplaced(start, request, now_ms)
+            self._placer.want(start, now_ms)
+        if instance is None:
+            self.totals.refusals += 1
+            raise unavailable("no active instance")
+        session = Session(
+            start.session, FIRST_EPOCH, owner, prompt_tokens, block_tokens, start, now_ms,
+            Phase.BOUND, instance.uri, instance.epoch, now_ms,
+        )  # fmt: skip
+        self._add(session)
+        best, matched = candidates[0], sum(count for _, count in runs)
+        instance.take(best)
+        self.totals.assignments += 1
+        self.totals.prompt_tokens += prompt_tokens
+        self.totals.matched_tokens += matched * block_tokens
+        directive = self._placer.prefetch(instance, start, request, best.usable) if best.fetches else ""
+        return Assignment(session.binding, matched, candidates, directive)
+
+    # --- sessions (A14) ---------------------------------------------------------------
+
+    def check_bounds(self, checkpoint: SessionCheckpoint) -> None:
+        """What can be seen in the checkpoint alone. Raises KvspError: 400, 413."""
+        check_bounds(checkpoint, self._block_tokens.get(checkpoint.compat_id))
+
+    def checkpoint(
+        self, sender: Sequence[str], checkpoint: SessionCheckpoint, now_ms: int
+    ) -> tuple[bool, CheckpointReply]:
+        """Record a checkpoint of an identity with base URIs `sender`: (first of its session, what is recorded).
+
+        Raises KvspError, in this order: 400, 413, kvsp-incompatible, kvsp-stale-epoch, 409, 403, 429.
+        """
+        self.tick(now_ms)
+        self.check_bounds(checkpoint)
+        self._require_compat(checkpoint.compat_id)
+        session = self._sessions.get(checkpoint.session)
+        if session is None:
+            return self._adopt(sender, checkpoint, now_ms)
+        recorded = session.check(checkpoint, sender)
+        self._take_allowance(session, checkpoint, now_ms)
+        session.heard_ms = now_ms
+        is_first = not session.has_reported
+        # Whoever checkpoints an epoch has accepted it.
+        self._migration.resumed(session.id, session.epoch, now_ms)
+        # "records the checkpoint with the highest output_offset" (R-172): what an earlier epoch had acknowledged
+        # is never given up for less, as its tokens may have been delivered.
+        if checkpoint.output_offset > recorded.output_offset or is_first:
+            session.checkpoint = recorded = checkpoint
+            self._outbox.save(session.row())
+            self.totals.checkpoints += 1
+        return is_first, CheckpointReply(session.epoch, recorded.output_offset)
+
+    def binding(self, owner: str, session: str) -> Binding | None:
+        """Who runs the session; None while nobody does. Raises KvspError (kvsp-not-found): not the owner's."""
+        found = self._sessions.of(owner, session)
+        return found.binding if found.phase is Phase.BOUND else None
+
+    def end(self, owner: str, session: str, now_ms: int) -> None:
+        """The session is over. Raises KvspError (kvsp-not-found): not the owner's."""
+        self.tick(now_ms)
+        found = self._sessions.of(owner, session)
+        if found.began_ms is not None and found.has_reported:  # not one that was given up before it ran
+            self._fleet[found.instance].served(now_ms - found.began_ms)
+        self._migration.end(found, now_ms)
+
+    def surveyed(self, session: str, epoch: int, runs: Sequence[Run], now_ms: int) -> None:
+        """Who holds the blocks of a session that needs an instance; no runs when that cannot be known."""
+        self.tick(now_ms)
+        self._migration.surveyed(session, epoch, runs, now_ms)
+
+    def resumed(self, session: str, epoch: int, now_ms: int) -> None:
+        """The instance has admitted the session."""
+        self.tick(now_ms)
+        self._migration.resumed(session, epoch, now_ms)
+
+    def resume_failed(self, session: str, epoch: int, now_ms: int) -> None:
+        """The instance refused, or did not answer and may have accepted."""
+        self.tick(now_ms)
+        self._migration.resume_failed(session, epoch, now_ms)
+
+    @property
+    def sessions(self) -> int:
+        """How many have not ended."""
+        return self._sessions.running
+
+    # --- time -------------------------------------------------------------------------
+
+    def next_deadline(self) -> int:
+        """When `tick` has something to do."""
+        expiries = [each.expires_ms for each in self._fleet if each.expires_ms is not None]
+        retry = [] if self._migration.retry_ms is None else [self._migration.retry_ms]
+        return min([self._sweep_ms, *expiries, *retry])
+
+    def tick(self, now_ms: int) -> None:
+        """Do what is due; every event does so first."""
+        for instance in self._fleet:
+            if instance.expires_ms is not None and instance.expires_ms <= now_ms:
+                self.totals.failures += instance.status is not None
+                instance.fail()
+                for session in self._sessions.at(instance.uri):
+                    self._migration.begin(session, now_ms)
+        self._migration.tick(now_ms)
+        if self._sweep_ms <= now_ms:
+            self._sweep_ms = now_ms + SWEEP_MS
+            self._sweep(now_ms)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _judge_sessions(self, instance: Instance, *, is_first: bool, now_ms: int) -> None:
+        """A restarted instance has lost its sessions; one that says so has failed (R-101, U-37)."""
+        for session in self._sessions.at(instance.uri):
+            if session.instance_epoch == UNREPORTED:
+                session.instance_epoch = instance.epoch
+                self._outbox.save(session.row())
+            if session.instance_epoch < instance.epoch or instance.state == FAILED:
+                self._migration.begin(session, now_ms)
+            elif is_first:
+                self._migration.repeat(session)
+
+    def _became_active(self, instance: Instance, now_ms: int) -> None:
+        self._migration.became_active(instance.uri)
+        self._placer.became_active(instance, now_ms)
+
+    def _adopt(
+        self, sender: Sequence[str], checkpoint: SessionCheckpoint, now_ms: int
+    ) -> tuple[bool, CheckpointReply]:
+        """ "Unknown session: accept any epoch, bind to sender (the PC assigned it)." (U-34)"""
+        known = [each for uri in sender if (each := self._fleet.get(uri)) is not None]
+        known.sort(key=lambda each: each.status is None)
+        instance = known[0] if known else self._fleet.add(sender[0])
+        if len(self._sessions.at(instance.uri)) >= self._settings.sessions_max:
+            raise KvspError(registry.TOO_MANY_REQUESTS, "too many sessions", retry_after_s=1)
+        block_tokens = self._block_tokens.get(checkpoint.compat_id, 0)
+        prompt_tokens = len(checkpoint.prompt_blocks) * block_tokens + len(checkpoint.prompt_tail)
+        session = Session(
+            checkpoint.session, checkpoint.epoch, NOBODY, prompt_tokens, block_tokens, checkpoint, now_ms,
+            Phase.BOUND, instance.uri, instance.epoch,
+        )  # fmt: skip
+        self._take_allowance(session, checkpoint, now_ms)
+        instance.expect(now_ms)
+        self._add(session)
+        self.totals.checkpoints += 1
+        return True, CheckpointReply(session.epoch, checkpoint.output_offset)
+
+    def _add(self, session: Session) -> None:
+        self._sessions.add(session)
+        self._outbox.save(session.row())
+
+    def _require_compat(self, compat_id: str) -> None:
+        if self._block_tokens and compat_id not in self._block_tokens:
+            raise KvspError(registry.INCOMPATIBLE, "no descriptor of this compatibility id is configured")
+
+    def _take_allowance(self, session: Session, checkpoint: SessionCheckpoint, now_ms: int) -> None:
+        """Checkpoint floods end here, before the disk (D13). Raises KvspError (429)."""
+        rules = self._settings
+        if session.bucket is None:
+            session.bucket = Bucket(rules.session_rate, now_ms)
+        session.bucket.take(1, now_ms)
+        if session.instance not in self._buckets:
+            self._buckets[session.instance] = (
+                Bucket(rules.instance_rate, now_ms), Bucket(rules.octet_rate, now_ms)
+            )  # fmt: skip
+        calls, octets = self._buckets[session.instance]
+        calls.take(1, now_ms)
+        octets.take(octets_of(checkpoint), now_ms)
+
+    def _sweep(self, now_ms: int) -> None:
+        for session in self._sessions:
+            idle_ms = now_ms - session.heard_ms
+            if session.checkpoint is None and idle_ms >= self._settings.ended_ms:
+                self._sessions.forget(session)
+                self._outbox.save(Forget(session.id))
+            elif session.checkpoint is not None and idle_ms >= self._settings.session_idle_ms:
+                self._migration.end(session, now_ms)
+
+    def _restore(self, rows: Iterable[Row], now_ms: int) -> None:
+        """What an earlier process persisted; every instance that has sessions gets its TTL to report in."""
+        for row in rows:
+            if isinstance(row, InstanceRow):
+                self._fleet.add(row.instance, row.epoch, row.ttl_ms)
+            elif isinstance(row, SessionRow):
+                self._sessions.add(Session.of_row(row, now_ms))
+        for session in self._sessions:
+            if session.checkpoint is None or session.instance == NOBODY:
+                continue
+            instance = self._fleet.get(session.instance) or self._fleet.add(session.instance)
+            if UNREPORTED < session.instance_epoch < instance.epoch:
+                self._migration.begin(session, now_ms)
+            else:
+                instance.expect(now_ms)
+
+
+def _tokens_per_block(start: SessionCheckpoint, prompt_tokens: int) -> int:
+    """What `prompt_tokens` tells of a block's length; 0 without blocks. Raises KvspError (400)."""
+    in_blocks = prompt_tokens - len(start.prompt_tail)
+    count = len(start.prompt_blocks)
+    if in_blocks < 0 or (in_blocks % count if count else in_blocks):
+        raise bad_request("prompt_tokens does not match prompt_blocks and prompt_tail")
+    tokens = in_blocks // count if count else 0
+    if count and tokens <= len(start.prompt_tail):
+        raise bad_request("prompt_tail holds a whole block")
+    return tokens
