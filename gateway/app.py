@@ -15,7 +15,7 @@ import structlog
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 
-from gateway import blocks, identity, records
+from gateway import blocks, frontend, identity, records
 from gateway.backend import Backend, Call
 from gateway.exchange import Disconnected, Exchange
 from gateway.problems import FieldError
@@ -42,12 +42,17 @@ HANDLERS: Final[Mapping[tuple[str, str], Handler]] = {
     ("POST", "leases"): records.handler(records.create_lease),
     ("PUT", "leases/{lease}"): records.handler(records.renew_lease),
     ("DELETE", "leases/{lease}"): records.handler(records.release_lease),
+    ("PUT", "instances/{instance_id}/status"): records.handler(records.put_status),
+    ("PUT", "sessions/{session}/checkpoint"): records.handler(records.put_checkpoint),
+    ("POST", "prefetch"): records.handler(records.prefetch),
+    ("GET", "prefetch/{directive}"): records.handler(records.get_directive),
+    ("POST", "sessions/{session}/resume"): records.handler(records.resume),
+    ("POST", "reshard"): records.handler(records.reshard),
+    ("PUT", "state"): records.handler(records.put_state),
 }
 
-SERVED: Final = frozenset(role for route in ROUTES for role in route.roles) - frozenset(
-    role for route in ROUTES for role in route.roles if (route.method, route.path) not in HANDLERS
-)
-"""Roles of which every route has a handler."""
+SERVED: Final = frozenset({frontend.ROLE}.union(*(route.roles for route in ROUTES)))
+"""Roles that may stand in the config."""
 
 REQUESTS_PER_IDENTITY_MAX: Final = 256
 """Requests of one identity under way: more could take all connections that Envoy keeps to us (D13)."""
@@ -94,8 +99,11 @@ async def answer(exchange: Exchange, backend: Backend | None, under_way: Counter
         under_way[principal] += 1
         if under_way[principal] > REQUESTS_PER_IDENTITY_MAX:
             raise KvspError(registry.TOO_MANY_REQUESTS, "too many requests at once", retry_after_s=1)
-        call = _call(exchange, backend, principal, labels)
-        await HANDLERS[call.route.method, call.route.path](call)
+        if backend is not None and backend.role == frontend.ROLE:
+            await frontend.relay(exchange, backend, principal, labels)
+        else:
+            call = _call(exchange, backend, principal, labels)
+            await HANDLERS[call.route.method, call.route.path](call)
     except KvspError as error:
         await exchange.fail(error)
     except Disconnected:

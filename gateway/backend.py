@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from gateway.config import RoleConfig
 from gateway.exchange import Exchange
@@ -17,27 +17,52 @@ from kvsp.rpc.errors import translated
 from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import speak_for
 from kvsp.rpc.lookup import LookupClient
-from kvsp.v1 import common_pb2, common_pb2_grpc, holder_pb2_grpc, index_pb2_grpc
+from kvsp.v1 import (
+    common_pb2,
+    common_pb2_grpc,
+    frontend_pb2_grpc,
+    holder_pb2_grpc,
+    index_pb2_grpc,
+    instance_pb2_grpc,
+    placement_pb2_grpc,
+)
+
+HOLDER_SERVICE: Final = "kvsp.v1.Holder/"
 
 
 class Backend:
-    """A channel to one role's process, and its services. Reconnects by itself; calls meanwhile are 503."""
+    """Channels to the processes behind one base URI, and their services.
+
+    They reconnect by themselves; calls meanwhile are 503. Blocks and leases of an instance are served by the
+    holder beside it, also while the instance itself is away.
+    """
 
     def __init__(self, config: RoleConfig) -> None:
         self.role = config.role
         self.path = config.path
-        local = local_socket(config.backend.address)
         self._channel = open_channel(config.backend.address, config.backend.tls)
-        self.authority = common_pb2_grpc.AuthorityStub(self._channel)
+        self._authority = common_pb2_grpc.AuthorityStub(self._channel)
         self.index = index_pb2_grpc.IndexStub(self._channel)
-        self.holder = holder_pb2_grpc.HolderStub(self._channel)
-        self.lookups = LookupClient(self._channel, local)
-        self.blocks = HolderClient(self._channel, same_host=local is not None, local=local)
+        self.lookups = LookupClient(self._channel, local_socket(config.backend.address))
+        self.placement = placement_pb2_grpc.PlacementStub(self._channel)
+        self.instance = instance_pb2_grpc.InstanceStub(self._channel)
+        self.frontend = frontend_pb2_grpc.FrontendStub(self._channel)
+        holder = config.blocks or config.backend
+        local = local_socket(holder.address)
+        self._holder_channel = open_channel(holder.address, holder.tls) if config.blocks else self._channel
+        self._holder_authority = common_pb2_grpc.AuthorityStub(self._holder_channel)
+        self.holder = holder_pb2_grpc.HolderStub(self._holder_channel)
+        self.blocks = HolderClient(self._holder_channel, same_host=local is not None, local=local)
+
+    def authority(self, route: Route) -> common_pb2_grpc.AuthorityAsyncStub:
+        """Of the process that serves the route."""
+        return self._holder_authority if route.rpc.startswith(HOLDER_SERVICE) else self._authority
 
     async def close(self) -> None:
         """End everything that is open."""
         await self.blocks.close()
         await self.lookups.close()
+        await self._holder_channel.close(None)
         await self._channel.close(None)
 
 
@@ -65,7 +90,7 @@ class Call:
             party_id=self.segments.get("holder_id") or self.segments.get("instance_id") or "",
         )
         async with translated():
-            await self.backend.authority.Authorize(request, **self.rpc)
+            await self.backend.authority(self.route).Authorize(request, **self.rpc)
 
     @asynccontextmanager
     async def checking(self) -> AsyncIterator[None]:

@@ -79,7 +79,9 @@ async def _send(exchange: Exchange, opened: OpenedTransfer, fields: Fields) -> N
                 await exchange.write(piece)
             else:  # from here on the rest of the body is in the copied tail, or this piece ends it
                 await exchange.write(piece[:-TAIL_OCTETS])
-                await exchange.write(bytes(piece[-TAIL_OCTETS:]))
+                tail = bytes(piece[-TAIL_OCTETS:])
+                opened.check()  # without its end a body is never taken for whole
+                await exchange.write(tail)
         # Waits until at most QUEUED_OCTETS_MAX are queued: those of the copied tail, and none of the arena.
         await exchange.finish()
         _SENT.inc(opened.total_octets)

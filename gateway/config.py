@@ -13,11 +13,15 @@ from kvsp.rpc.config import ConfigError, Peer, ProcessConfig
 
 
 class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """One base URI: the role it serves, and where that role's process listens."""
+    """One base URI: the role it serves, and where that role's process listens.
+
+    `blocks`, of an instance alone, is the holder beside it: an instance "is normally also a holder" (R-074).
+    """
 
     role: str
     base_uri: str
     backend: Peer
+    blocks: Peer | None = None
 
     @property
     def path(self) -> str:
@@ -55,6 +59,8 @@ def _check(loaded: GatewayConfig, served: frozenset[str]) -> None:
             check_base_uri(entry.base_uri)
         except ValueError as error:
             raise ValueError(f"base_uri {entry.base_uri}: {error}") from None
+        if (entry.role == "instance") != (entry.blocks is not None):
+            raise ValueError(f"base_uri {entry.base_uri}: blocks goes with role instance, and with no other")
         if entry.path in paths:
             raise ValueError(f"base_uri {entry.base_uri}: its path is served twice")
         paths.add(entry.path)

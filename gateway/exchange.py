@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from gateway import problems
@@ -13,6 +13,7 @@ from kvsp.bulk.source import Piece
 from kvsp.protocol import jsonio, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.registry import MEDIA_JSON
+from kvsp.rpc.server import run_until
 
 
 class Disconnected(Exception):  # noqa: N818 - an event at the client's end, not an error of ours
@@ -34,6 +35,7 @@ class Exchange:
         self._send = send
         self._body_asked = False
         self._more = True  # of the body is to come
+        self._finished = False
 
     def value(self, name: bytes) -> str | None:
         """A field's value, lines joined as RFC 9110 says; None when absent."""
@@ -96,6 +98,19 @@ class Exchange:
             kept.append(piece)
         return kept[0] if len(kept) == 1 else b"".join(kept)
 
+    async def while_connected(self, response: Coroutine[Any, Any, None]) -> None:
+        """Run what sends a response, once the body has been read; cancel it when the client goes.
+
+        Raises Disconnected then, and what `response` raises.
+        """
+        await run_until(response, self._gone())
+        if not self._finished:
+            raise Disconnected
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
     async def start(self, status: int, fields: Fields) -> None:
         """Send status and fields."""
         self.status = status
@@ -108,6 +123,7 @@ class Exchange:
     async def finish(self, octets: bytes = b"") -> None:
         """End the body. Returns when everything written before has left the process."""
         await self._send({"type": "http.response.body", "body": octets, "more_body": False})
+        self._finished = True
 
     async def reply(self, status: int, fields: Fields, body: bytes = b"") -> None:
         """A whole response."""

@@ -22,7 +22,16 @@ from kvsp.client.download import WritableBuffer
 from kvsp.client.lease import Lease
 from kvsp.client.transport import CANCEL
 from kvsp.protocol.descriptor import Descriptor
-from kvsp.protocol.records import LookupReply, ReplicaRecord
+from kvsp.protocol.records import (
+    CheckpointReply,
+    DirectiveStatus,
+    InstanceStatus,
+    LookupReply,
+    PrefetchDirective,
+    ReplicaRecord,
+    ResumeReply,
+    SessionCheckpoint,
+)
 
 T = TypeVar("T")
 
@@ -149,6 +158,30 @@ class AsyncClient:
             yield lease
         finally:  # also when cancelled while it was entered, which may have come to its end by then
             await asyncio.to_thread(lease.__exit__, None, None, None)
+
+    async def put_status(self, status: InstanceStatus) -> str:
+        """See Client.put_status."""
+        return await self._run(lambda: self._sync.put_status(status))
+
+    async def put_checkpoint(self, checkpoint: SessionCheckpoint) -> CheckpointReply:
+        """See Client.put_checkpoint."""
+        return await self._run(lambda: self._sync.put_checkpoint(checkpoint))
+
+    async def prefetch(self, instance: str, directive: PrefetchDirective) -> DirectiveStatus:
+        """See Client.prefetch."""
+        return await self._run(lambda: self._sync.prefetch(instance, directive))
+
+    async def directive(self, instance: str, directive_id: str) -> DirectiveStatus:
+        """See Client.directive."""
+        return await self._run(lambda: self._sync.directive(instance, directive_id))
+
+    async def resume(self, instance: str, epoch: int, checkpoint: SessionCheckpoint) -> ResumeReply:
+        """See Client.resume."""
+        return await self._run(lambda: self._sync.resume(instance, epoch, checkpoint))
+
+    async def set_state(self, instance: str, state: str) -> str:
+        """See Client.set_state."""
+        return await self._run(lambda: self._sync.set_state(instance, state))
 
     async def _run(self, call: Callable[[], T], cancel: threading.Event | None = None) -> T:
         """Run `call` on a thread; when cancelled, stop it and wait until it has stopped."""

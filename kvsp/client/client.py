@@ -1,4 +1,5 @@
-"""The synchronous SDK: lookup, publish, withdraw, get, put, lease (R-060 ... R-095, R-140 ... R-162).
+"""The synchronous SDK (R-060 ... R-095, R-140 ... R-162): lookup, publish, withdraw, get, put, lease, and what
+instances and the placement controller tell each other (R-100 ... R-129, R-170 ... R-182).
 
 Every method raises KvspError: the peer's own problem, or 503/504 when the peer cannot be reached in
 time. No token, key or scope key is ever part of its text.
@@ -11,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import UNSET
 
@@ -26,9 +27,29 @@ from kvsp.client.transport import EXPECT_CONTINUE, Deadline, Progress, Transport
 from kvsp.protocol import access, container, digests, jsonio, registry, routes
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError, bad_request
-from kvsp.protocol.names import check_hex16, check_hex32, party_id
-from kvsp.protocol.records import Granted, LeaseRequest, LookupReply, LookupRequest, ReplicaRecord
+from kvsp.protocol.names import check_hex16, check_hex32, normal_uuid, party_id
+from kvsp.protocol.records import (
+    CheckpointReply,
+    DirectiveStatus,
+    Granted,
+    InstanceStatus,
+    LeaseRequest,
+    LookupReply,
+    LookupRequest,
+    PrefetchDirective,
+    ReplicaRecord,
+    ResumeReply,
+    ResumeRequest,
+    SessionCheckpoint,
+    StateChange,
+)
 from kvsp.protocol.registry import MEDIA_BLOCK
+
+_CHECKPOINT: Final = access.find("PUT", "sessions/{session}/checkpoint")
+_PREFETCH: Final = access.find("POST", "prefetch")
+_DIRECTIVE: Final = access.find("GET", "prefetch/{directive}")
+_RESUME: Final = access.find("POST", "sessions/{session}/resume")
+_STATE: Final = access.find("PUT", "state")
 
 T = TypeVar("T")
 ASK_FIRST_OCTETS: Final = 8 << 20
@@ -48,7 +69,7 @@ class BlockInfo:
 
 
 class Client:
-    """One party's access to an index and to holders. Thread-safe; close it, or use it in `with`."""
+    """One party's access to the roles that `endpoints` name. Thread-safe; close it, or use it in `with`."""
 
     def __init__(self, credentials: Credentials, endpoints: Endpoints, options: Options | None = None) -> None:
         self.endpoints = endpoints
@@ -86,9 +107,7 @@ class Client:
     def publish(self, record: ReplicaRecord) -> int:
         """Publish or refresh a record; the granted TTL in ms (U-12)."""
         url = self._replica_url(access.PUBLISH.path, record.holder, record.block_key)
-        return wire.decode(
-            self._transport.json("PUT", url, self._deadline(), jsonio.encode(record)).body, Granted
-        ).ttl_ms
+        return self._record("PUT", url, Granted, record).ttl_ms
 
     def withdraw(self, holder: str, block_key: str) -> bool:
         """Withdraw a record. False: there was none, which is as good (U-12)."""
@@ -225,7 +244,69 @@ class Client:
         request = _checked(lambda: LeaseRequest(list(keys), ttl_ms, scope_id or UNSET, compat_id or UNSET))
         return Lease(HolderLeases(self._transport, self._deadline, holder, request))
 
+    # --- placement controller, called by instances --------------------------------------
+
+    def put_status(self, status: InstanceStatus) -> str:
+        """Report the status of this instance; the state in which the controller sees it (R-100 ... R-106).
+
+        That is the reported one, unless "sleeping" was requested and is accepted ("draining").
+        Raises KvspError (kvsp-stale-epoch) when a later start of this instance has reported.
+        """
+        url = self.endpoints.require_placement()
+        url += routes.path(access.STATUS.path, instance_id=party_id(status.instance))
+        return self._record("PUT", url, StateChange, status).state
+
+    def put_checkpoint(self, checkpoint: SessionCheckpoint) -> CheckpointReply:
+        """Record a session's checkpoint; epoch and output tokens that are recorded now (R-170 ... R-175).
+
+        Raises KvspError (kvsp-stale-epoch): the session goes on elsewhere, stop it here.
+        """
+        url = self.endpoints.require_placement()
+        url += routes.path(_CHECKPOINT.path, session=checkpoint.session)
+        return self._record("PUT", url, CheckpointReply, checkpoint)
+
+    # --- instances, called by the placement controller -----------------------------------
+
+    def prefetch(self, instance: str, directive: PrefetchDirective) -> DirectiveStatus:
+        """Direct an instance to load blocks; returns as soon as it has accepted (R-125, U-18).
+
+        The same directive may be sent again (U-19). Raises KvspError: kvsp-invalid-state, kvsp-incompatible,
+        kvsp-scope-denied, 429 with `retry_after_s` when too many are pending.
+        """
+        url = self.endpoints.require_instance(instance) + _PREFETCH.path
+        return self._record("POST", url, DirectiveStatus, directive)
+
+    def directive(self, instance: str, directive_id: str) -> DirectiveStatus:
+        """How far a directive has come (R-129). Raises KvspError (kvsp-not-found)."""
+        known = _checked(lambda: normal_uuid(directive_id))
+        url = self.endpoints.require_instance(instance) + routes.path(_DIRECTIVE.path, directive=known)
+        return self._record("GET", url, DirectiveStatus)
+
+    def resume(self, instance: str, epoch: int, checkpoint: SessionCheckpoint) -> ResumeReply:
+        """Let an instance continue a session under a new epoch; returns once it is admitted (R-179, U-35).
+
+        Raises KvspError: kvsp-stale-epoch, kvsp-invalid-state, kvsp-incompatible, kvsp-scope-denied.
+        """
+        request = _checked(lambda: ResumeRequest(epoch, checkpoint))
+        url = self.endpoints.require_instance(instance)
+        url += routes.path(_RESUME.path, session=checkpoint.session)
+        return self._record("POST", url, ResumeReply, request)
+
+    def set_state(self, instance: str, state: str) -> str:
+        """Ask for a state: "active", "draining" or "sleeping"; the one in effect (R-107, U-36).
+
+        Raises KvspError (kvsp-invalid-state).
+        """
+        change = _checked(lambda: StateChange(state))
+        url = self.endpoints.require_instance(instance) + _STATE.path
+        return self._record("PUT", url, StateChange, change).state
+
     # --- inside -----------------------------------------------------------------------
+
+    def _record(self, method: str, url: str, reply: type[T], request: Any = None) -> T:
+        """A record sent, or none, and the record that is the answer."""
+        body = None if request is None else jsonio.encode(request)
+        return wire.decode(self._transport.json(method, url, self._deadline(), body).body, reply)
 
     def _deadline(self) -> Deadline:
         return Deadline(self.options.total_s)

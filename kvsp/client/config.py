@@ -28,15 +28,20 @@ class Endpoints:
 
     `trusted` narrows the holders per scope id (hex16): "publication and service of blocks restricted
     to holders trusted for the scope" (R-211). A scope that it does not name trusts nobody; without it
-    every registered holder is trusted for every scope. Raises ValueError for a malformed base URI.
+    every registered holder is trusted for every scope. `placement` is where an instance reports,
+    `instances` are those that a placement controller directs; most parties need neither. Raises
+    ValueError for a malformed base URI.
     """
 
     index: str | None = None
     holders: frozenset[str] = frozenset()
     trusted: Mapping[str, frozenset[str]] | None = None
+    placement: str | None = None
+    instances: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for uri in (*self.holders, *([self.index] if self.index else [])):
+        single = (uri for uri in (self.index, self.placement) if uri is not None)
+        for uri in (*self.holders, *self.instances, *single):
             check_base_uri(uri)
 
     def is_trusted(self, holder: str, scope_id: str | None) -> bool:
@@ -50,6 +55,18 @@ class Endpoints:
         if self.index is None:
             raise bad_request("no index is configured")
         return self.index
+
+    def require_placement(self) -> str:
+        """The placement controller's base URI. Raises KvspError (400) when there is none."""
+        if self.placement is None:
+            raise bad_request("no placement controller is configured")
+        return self.placement
+
+    def require_instance(self, instance: str) -> str:
+        """The instance's base URI itself. Raises KvspError (403) unless it is registered."""
+        if instance not in self.instances:
+            raise KvspError(registry.FORBIDDEN, "not a registered instance, not contacted")
+        return instance
 
     def require_holder(self, holder: str, scope_id: str | None) -> None:
         """Raises KvspError (403) unless the holder is trusted."""
@@ -108,13 +125,19 @@ def load_stack(path: Path, identity: str) -> Stack:
 
 def _stack(body: dict[str, Any], root: Path, identity: str) -> Stack:
     own, roles = body["identities"][identity], body["roles"]
-    holders = {**roles.get("holders", {}), **roles.get("instances", {})}
+    instances, placement = roles.get("instances", {}), roles.get("placement")
+    holders = {**roles.get("holders", {}), **instances}
     scopes = {name: row for name, row in body.get("scopes", {}).items() if row}
     return Stack(
         # Relative paths in the file are relative to the directory that holds `.kvsp/`.
         Credentials(root / body["ca"], root / own["cert"], root / own["key"]),
-        Endpoints(roles["index"], frozenset(holders.values())),
-        roles.get("placement"),
+        Endpoints(
+            roles["index"],
+            frozenset(holders.values()),
+            placement=placement,
+            instances=frozenset(instances.values()),
+        ),
+        placement,
         {name: row["scope_id"] for name, row in scopes.items()},
         {name: root / row["key_file"] for name, row in scopes.items() if "key_file" in row},
         holders,

@@ -28,6 +28,14 @@ class Digested:
     sha256: bytes
 
 
+class Kept(NamedTuple):
+    """Layers first..last of a block that the engine beside the holder keeps in a tier of its own."""
+
+    tier: str
+    first: int
+    last: int
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """A stored block: its container lies at `offset` of the arena.
@@ -35,6 +43,7 @@ class Block:
     `pins` are readers at work, `leases` cover it; either keeps its extent. `gone`: no longer found
     by name, the extent goes when the last reader has finished. `withdrawn`: the index is to list it
     no more. `published_until_ms`: the index lists it until then, by the last grant; None before the first.
+    `kept`: what the engine beside the holder keeps of it, too; the arena has all layers nevertheless.
     """
 
     name: Name
@@ -45,6 +54,27 @@ class Block:
     gone: bool = False
     withdrawn: bool = False
     published_until_ms: int | None = None
+    kept: Kept | None = None
+
+    def keep(self, kept: Kept | None) -> bool:
+        """Note what of `kept` are layers of this block; True when that is news."""
+        first, last = self.digested.header.layers
+        if kept is not None:
+            kept = Kept(kept.tier, max(kept.first, first), min(kept.last, last))
+            if kept.first > kept.last:
+                kept = None
+        is_news, self.kept = kept != self.kept, kept
+        return is_news
+
+    @property
+    def residency(self) -> list[tuple[str, tuple[int, int]]]:
+        """Tiers and their layers (inclusive), without overlap: what is kept elsewhere, and "host" for the rest."""
+        first, last = self.digested.header.layers
+        if self.kept is None:
+            return [("host", (first, last))]
+        kept = self.kept
+        rest = [(first, kept.first - 1), (kept.last + 1, last)]
+        return [(kept.tier, (kept.first, kept.last)), *(("host", each) for each in rest if each[0] <= each[1])]
 
     @property
     def octets(self) -> int:

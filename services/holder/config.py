@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta, field
 
 from kvsp.protocol import limits
-from kvsp.protocol.policy import Identity, Policy
+from kvsp.protocol.policy import HOLDER_ROLES, Identity, Policy
 from kvsp.rpc.config import ConfigError, Peer, ServiceConfig
 
 SCHEMES: Final = ("shm", "grpc")
@@ -43,6 +43,7 @@ def check_identity(config: HolderConfig, policy: Policy) -> Identity:
     if unknown or not config.schemes:
         raise ConfigError(f"schemes: {', '.join(sorted(unknown)) or 'empty'}; known are {', '.join(SCHEMES)}")
     identity = policy.identities.get(config.principal)
-    if identity is None or "holder" not in identity.roles or config.base_uri not in identity.base_uris:
+    # "Every inference instance is normally also a holder": the one beside it has its identity.
+    if identity is None or identity.roles.isdisjoint(HOLDER_ROLES) or config.base_uri not in identity.base_uris:
         raise ConfigError(f"{config.policy}: {config.principal} is not the holder {config.base_uri}")
     return identity

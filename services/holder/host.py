@@ -22,7 +22,7 @@ from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import load_descriptors
 from services.holder import metrics
 from services.holder.arena import Arena
-from services.holder.blocks import Block, Name
+from services.holder.blocks import Block, Kept, Name
 from services.holder.config import HolderConfig, check_identity
 from services.holder.hashing import Ingest, RangeDigests
 from services.holder.journal import Journal
@@ -52,7 +52,9 @@ class Host:
             require_known_compat=config.require_known_compat,
         )
         self._journal = Journal(Path(config.state_dir) if config.state_dir else None)
-        self.arena = Arena.create(Path(config.arena_dir), config.base_uri, config.arena_octets)
+        self.arena = Arena.create(
+            Path(config.arena_dir), config.base_uri, config.arena_octets, config.bulk.get("shm")
+        )
         self._executor = ThreadPoolExecutor(max(2, os.cpu_count() or 1), "hash")
         self._ranges = RangeDigests(self.arena.view, self._executor)
         self._ingests: dict[Reservation, Ingest] = {}
@@ -303,7 +305,7 @@ class Host:
         metrics.EVICTIONS.inc(self.state.evictions)
         self.state.evictions = 0
 
-    # --- leases, purging ---
+    # --- leases, tiers, purging ---
 
     def lease(
         self, identity: Identity, block_keys: list[bytes], ttl_ms: int, scope_id: bytes, compat_id: bytes
@@ -318,6 +320,11 @@ class Host:
         """Count the TTL of a lease anew."""
         with _counted():
             return self.state.leases.renew(lease_id, identity, ttl_ms, now_ms())
+
+    def set_tier(self, kept: Kept | None, names: list[Name]) -> None:
+        """The engine beside this holder keeps these layers, too, of the blocks named, or of all."""
+        self.state.set_tier(kept, names)
+        self.carry_out()
 
     async def purge(self, name: Name) -> None:
         """Withdraw a block and then drop it, leased or not. Raises KvspError (kvsp-not-found)."""

@@ -1,17 +1,22 @@
 """The control stream for peers on this host: the messages of `Holder.Transfer` over a Unix socket of their own.
 
-The first message names the principal, as the metadata of the RPC does.
+The first message names the principal, as the metadata of the RPC does; or it asks for the arena's descriptors, and
+the connection ends with the answer. Who may open the socket may have them: it could name any principal, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 from google.protobuf.message import DecodeError
 
+from kvsp.bulk import descriptors
 from kvsp.bulk.control import refuse_all
 from kvsp.protocol.errors import KvspError
 from kvsp.rpc.framed import Connection, LocalListener
@@ -21,10 +26,20 @@ from services.holder.host import Host
 from services.holder.stream import TransferStream
 
 
+class _LocalConnection(Connection):
+    """One that can pass descriptors, which event loops cannot."""
+
+    def give(self, files: descriptors.ArenaFiles) -> None:
+        """Answer a first message. Raises OSError."""
+        fd = self._transport.get_extra_info("socket").fileno()
+        with socket.socket(fileno=os.dup(fd)) as own:
+            descriptors.give(own, files)
+
+
 class LocalPeer:
     """One connection: becomes a TransferStream once it has said for whom it speaks."""
 
-    def __init__(self, host: Host, connection: Connection) -> None:
+    def __init__(self, host: Host, connection: _LocalConnection) -> None:
         self._host = host
         self._connection = connection
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -50,16 +65,19 @@ class LocalPeer:
             hello = await self._messages.get()
             if hello is None:
                 return
+            if hello == descriptors.WANTED:
+                self._connection.give(self._host.arena.files)
+                return
             principal = holder_pb2.TransferHello.FromString(hello).principal
             try:
                 identity = self._host.policy.identify(principal)
             except KvspError as error:
                 await run_until(refuse_all(self._requests(), self._send, error), self._host.draining.wait())
             else:
-                stream = TransferStream(self._host, identity, self._send, same_host=True)
+                stream = TransferStream(self._host, identity, self._send, same_host=True, has_descriptors=True)
                 await stream.serve(self._requests())
-        except DecodeError:
-            pass  # no peer of ours; the connection ends
+        except (DecodeError, OSError):
+            pass  # no peer of ours, or gone again; the connection ends
         finally:
             self._connection.close()
 
@@ -75,7 +93,7 @@ async def local_peers(host: Host, path: Path | None) -> AsyncIterator[Callable[[
         return
     clear_stale_socket(path)
     server = await asyncio.get_running_loop().create_unix_server(
-        lambda: Connection(lambda connection: LocalPeer(host, connection)), str(path)
+        lambda: _LocalConnection(lambda connection: LocalPeer(host, cast(_LocalConnection, connection))), str(path)
     )
     listener = LocalListener(server, path)
     try:

@@ -24,6 +24,8 @@ class Offers:
         self._servers: dict[str, BlockServer] = {}
         self._tickets: dict[int, tuple[BlockServer, Ticket]] = {}
         for scheme, table in tables.items():
+            if scheme == "shm":  # needs no server; its table is the arena's
+                continue
             try:
                 self._servers[scheme] = load_server(scheme, table)
             except SourceUnavailableError as error:

@@ -51,7 +51,7 @@ def replica_record(block: Block, base_uri: str, ttl_ms: int) -> ReplicaRecord:
         codec=digested.header.codec,
         size=digested.header.payload_octets,
         digest=format_digest(replica_digest(digested.layer_digests)),
-        residency=[Residency("host", digested.header.layers)],
+        residency=[Residency(tier, layers) for tier, layers in block.residency],
         layer_digests=[each.hex() for each in digested.layer_digests],
         ttl_ms=ttl_ms,
     )

@@ -15,7 +15,9 @@ import structlog
 from kvsp.bulk.control import refuse_all
 from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.names import check_token
 from kvsp.protocol.policy import Identity, Policy
+from kvsp.protocol.records import check_range
 from kvsp.rpc import server
 from kvsp.rpc.authority import Authority
 from kvsp.rpc.channel import open_channel
@@ -26,6 +28,7 @@ from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import caller
 from kvsp.rpc.interceptors import frames
 from kvsp.v1 import common_pb2_grpc, holder_pb2, holder_pb2_grpc
+from services.holder.blocks import Kept
 from services.holder.config import HolderConfig
 from services.holder.host import Host
 from services.holder.local import local_peers
@@ -130,10 +133,33 @@ class HolderService(holder_pb2_grpc.HolderServicer):
         self, request: holder_pb2.PurgeBlockRequest, context: Context
     ) -> holder_pb2.PurgeBlockReply:
         """Withdraw a block and drop it, leased or not."""
-        if self._caller(context).uri != self._host.config.principal:
-            raise KvspError(registry.FORBIDDEN, "only the holder's own identity may purge")
+        self._require_own(context)
         await self._host.purge(name_of(request.name))
         return holder_pb2.PurgeBlockReply()
+
+    async def SetTier(  # noqa: N802
+        self, request: holder_pb2.SetTierRequest, context: Context
+    ) -> holder_pb2.SetTierReply:
+        """Publish what the engine beside this holder keeps in its own memory."""
+        self._require_own(context)
+        self._host.set_tier(_kept(request), [name_of(each) for each in request.names])
+        return holder_pb2.SetTierReply()
+
+    def _require_own(self, context: Context) -> None:
+        if self._caller(context).uri != self._host.config.principal:
+            raise KvspError(registry.FORBIDDEN, "the holder's own identity alone may do this")
+
+
+def _kept(request: holder_pb2.SetTierRequest) -> Kept | None:
+    first, last = request.layers.first, request.layers.last
+    try:
+        check_token(request.tier, "tier")
+        check_range(first, last)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    if request.tier == "host":
+        raise bad_request("the host tier is the holder's own")
+    return Kept(request.tier, first, last) if request.HasField("layers") else None
 
 
 def _check_ttl(ttl_ms: int) -> None:

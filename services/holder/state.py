@@ -6,7 +6,7 @@ what the shell has to do is handed out by `instructions()` in the order in which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ from kvsp.protocol import container, limits, registry
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.policy import Identity
-from services.holder.blocks import Block, Digested, EvictionPolicy, Lru, Name
+from services.holder.blocks import Block, Digested, EvictionPolicy, Kept, Lru, Name
 from services.holder.leases import Lease, Leases
 from services.holder.store import Store
 from services.holder.timers import Timers
@@ -319,6 +319,13 @@ class HolderState:
             self._refresh.cancel(block)
             if was_listed:
                 self._instructions.append(Withdraw(block))
+
+    def set_tier(self, kept: Kept | None, names: Collection[Name] = ()) -> None:
+        """What the engine beside this holder keeps of these blocks, of all when none is named (R-044)."""
+        named = [block for name in names if (block := self.store.get(name))] if names else self.store.all()
+        for block in named:
+            if block.keep(kept) and self.store.listed(block.name.block_key) is block:
+                self._instructions.append(Publish(block))
 
     def drain(self) -> None:
         """Withdraw everything, and list nothing any more; what is held can still be read."""

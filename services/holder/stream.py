@@ -44,13 +44,19 @@ Send = Callable[[holder_pb2.TransferReply], Awaitable[None]]
 
 
 class TransferStream:
-    """Serves the requests of one principal, replies through `send`."""
+    """Serves the requests of one principal, replies through `send`.
 
-    def __init__(self, host: Host, identity: Identity, send: Send, *, same_host: bool) -> None:
+    `has_descriptors`: the peer can ask for those of the arena, and is not told its path.
+    """
+
+    def __init__(
+        self, host: Host, identity: Identity, send: Send, *, same_host: bool, has_descriptors: bool = False
+    ) -> None:
         self._host = host
         self._identity = identity
         self._send = send
         self._same_host = same_host
+        self._has_descriptors = has_descriptors
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
 
@@ -160,6 +166,7 @@ class TransferStream:
         reservation = await self._host.reserve(
             self._number, self._identity, name, message.length, shared=scheme == "shm"
         )
+        self._host.arena.renew(reservation.offset, reservation.length)
         _count("in", scheme, message.length)
         reserved = holder_pb2.ReservedBlock(
             transfer=reservation.id,
@@ -184,7 +191,8 @@ class TransferStream:
     def _location(self, scheme: str, offset: int, length: int) -> holder_pb2.Location:
         location = holder_pb2.Location(scheme=scheme)
         if scheme == "shm":
-            location.shm.arena = str(self._host.arena.path)
+            arena = self._host.arena
+            location.shm.arena = arena.files.name if self._has_descriptors else str(arena.path)
             location.shm.offset = offset
             location.shm.length = length
         return location

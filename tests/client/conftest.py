@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def serve(server_credentials: Credentials) -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def connect(credentials: Credentials) -> Iterator[Callable[..., Client]]:
-    """A client of these peers: `connect(index, holders, trusted=..., **options)`."""
+    """A client of these peers: `connect(index, holders, trusted=..., placement=..., instances=..., **options)`."""
     opened: list[Client] = []
 
     def open_client(
@@ -56,9 +56,17 @@ def connect(credentials: Credentials) -> Iterator[Callable[..., Client]]:
         *holders: Peer,
         trusted: Any = None,
         own: Credentials | None = None,
+        placement: Peer | None = None,
+        instances: Sequence[Peer] = (),
         **options: Any,
     ) -> Client:
-        endpoints = Endpoints(index.base if index else None, frozenset(peer.base for peer in holders), trusted)
+        endpoints = Endpoints(
+            index.base if index else None,
+            frozenset(peer.base for peer in holders),
+            trusted,
+            placement.base if placement else None,
+            frozenset(peer.base for peer in instances),
+        )
         client = Client(own or credentials, endpoints, Options(**options))
         opened.append(client)
         return client

@@ -287,8 +287,9 @@ def test_connections_are_kept(index: Peer, connect: Connect) -> None:
 def test_endpoints_are_normalised_base_uris(tmp_path: Path) -> None:
     assert Endpoints("https://h.example/a/b/kvsp/", frozenset({HOLDER})).index
     for bad in ("http://h.example/", "https://h.example", "https://H.example/", "https://h.example/?x"):
-        with pytest.raises(ValueError):
-            Endpoints(bad)
+        for member in ("index", "placement", "holders", "instances"):
+            with pytest.raises(ValueError):
+                Endpoints(**{member: bad if member in ("index", "placement") else frozenset({bad})})
 
 
 def test_the_file_of_a_stack_tells_who_and_where(tmp_path: Path) -> None:
@@ -296,7 +297,12 @@ def test_the_file_of_a_stack_tells_who_and_where(tmp_path: Path) -> None:
     home.mkdir()
     body = {
         "ca": ".kvsp/pki/ca.pem",
-        "roles": {"index": "https://localhost:8443/is/", "holders": {"h1": "https://localhost:8443/h1/"}},
+        "roles": {
+            "index": "https://localhost:8443/is/",
+            "placement": "https://localhost:8443/pc/",
+            "holders": {"h1": "https://localhost:8443/h1/"},
+            "instances": {"ii1": "https://localhost:8443/ii1/"},
+        },
         "identities": {"client-demo": {"uri": "x", "cert": ".kvsp/c.pem", "key": "/abs/k.pem"}, "odd": {}},
         "scopes": {"demo": {"scope_id": SCOPE, "key_file": ".kvsp/demo.key"}, "other": {}},
         "descriptor": ".kvsp/descriptor.json",
@@ -305,10 +311,14 @@ def test_the_file_of_a_stack_tells_who_and_where(tmp_path: Path) -> None:
     path.write_text(json.dumps(body))
     stack = load_stack(path, "client-demo")
     assert stack.credentials == Credentials(home / "pki/ca.pem", home / "c.pem", Path("/abs/k.pem"))
-    assert stack.endpoints.holders == {"https://localhost:8443/h1/"}
+    assert stack.endpoints.holders == {"https://localhost:8443/h1/", "https://localhost:8443/ii1/"}
+    assert stack.endpoints.instances == {"https://localhost:8443/ii1/"}
+    assert stack.endpoints.placement == stack.placement == "https://localhost:8443/pc/"
     assert (stack.scopes, stack.scope_keys) == ({"demo": SCOPE}, {"demo": home / "demo.key"})
     path.write_text(json.dumps(body | {"descriptor": None}))
     assert load_stack(path, "client-demo").descriptor is None
+    path.write_text(json.dumps(body | {"roles": {"index": "https://localhost:8443/is/"}}))
+    assert load_stack(path, "client-demo").endpoints == Endpoints("https://localhost:8443/is/")
     for broken, identity in ((path, "odd"), (path, "nobody"), (home / "absent.json", "client-demo")):
         with pytest.raises(KvspError):
             load_stack(broken, identity)

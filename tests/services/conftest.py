@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from tests.services.gateway_harness import World
+from tests.services.gateway_roles import Roles
 
 numbers = itertools.count(1)
 
@@ -21,6 +22,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.runner = runner
         yield world
         runner.run(world.close())
+
+
+@pytest.fixture(scope="module")
+def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        roles = runner.run(Roles.start(tmp_path_factory.mktemp("gw")))
+        roles.runner = runner
+        yield roles
+        runner.run(roles.close())
 
 
 @pytest.fixture(params=["shm", "grpc"])

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from kvsp.bulk import holder as bulk_holder
 from kvsp.bulk.chooser import FALLBACKS, RETRY_S, Chooser
 from kvsp.bulk.holder import HolderClient
-from kvsp.bulk.shm import ShmSource
+from kvsp.bulk.shm import Layout, ShmSource
 from kvsp.bulk.source import Extent, SourceUnavailableError, Transfer
 from kvsp.protocol import limits, registry
 from kvsp.protocol.errors import KvspError
@@ -185,10 +185,17 @@ async def test_past_its_deadline_no_octet_is_read_or_written(holder: Rig, monkey
     await until(lambda: holder.host.state.store.used_octets == 8192)
 
 
+def make_arena(path: Path, octets: bytes) -> Path:
+    layout = Layout(len(octets))
+    table = bytes(layout.octets - len(octets) - len(layout.trailer()))
+    path.write_bytes(octets + table + layout.trailer())
+    return path
+
+
 def test_shared_memory_refuses_what_is_no_arena(tmp_path: Path) -> None:
     source = ShmSource()
-    path = tmp_path / "arena"
-    path.write_bytes(bytes(8192))
+    path = make_arena(tmp_path / "arena", bytes(8192))
+    (tmp_path / "file").write_bytes(bytes(16384))
     (tmp_path / "link").symlink_to(path)
 
     def transfer(where: Path, offset: int, length: int) -> Transfer:
@@ -201,6 +208,7 @@ def test_shared_memory_refuses_what_is_no_arena(tmp_path: Path) -> None:
         transfer(path, 4096, 4097),
         transfer(path, 1 << 40, 1),
         transfer(tmp_path, 0, 1),
+        transfer(tmp_path / "file", 0, 10),
     ]
     for each in bad:
         with pytest.raises(SourceUnavailableError):
@@ -210,26 +218,24 @@ def test_shared_memory_refuses_what_is_no_arena(tmp_path: Path) -> None:
 
 
 async def test_shared_memory_is_not_written_outside_the_extent(tmp_path: Path) -> None:
-    path = tmp_path / "arena"
-    path.write_bytes(bytes(8192))
+    path = make_arena(tmp_path / "arena", bytes(8192))
     writer = ShmSource().writer(Transfer(1, 10, extent=Extent(str(path), 100, 10)))
     await writer.write(b"x" * 9)
     with pytest.raises(ValueError):
         await writer.write(b"yy")
     writer.close()
-    assert path.read_bytes() == bytes(100) + b"x" * 9 + bytes(8192 - 109)
+    assert path.read_bytes()[:8192] == bytes(100) + b"x" * 9 + bytes(8192 - 109)
 
 
 async def test_the_arena_of_a_holder_that_is_gone_is_let_go(tmp_path: Path) -> None:
     source = ShmSource()
     for i in range(3):
-        path = tmp_path / f"arena{i}"
-        path.write_bytes(bytes([i]) * 8192)
+        path = make_arena(tmp_path / f"arena{i}", bytes([i]) * 8192)
         reader = source.reader(Transfer(1, 5, extent=Extent(str(path), 4096, 5)))
         assert [bytes(piece) async for piece in reader.pieces()] == [bytes([i]) * 5]
         path.unlink()
         assert len(source._arenas) == 1
     # the same name again is another file
-    path.write_bytes(b"x" * 8192)
+    make_arena(path, b"x" * 8192)
     reader = source.reader(Transfer(1, 5, extent=Extent(str(path), 0, 5)))
     assert [bytes(piece) async for piece in reader.pieces()] == [b"xxxxx"]

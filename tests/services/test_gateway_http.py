@@ -375,7 +375,9 @@ def test_a_backend_that_is_down_is_503_until_it_returns(world: World) -> None:
     [
         ("unix:/tmp/gateway.sock", "127.0.0.1:8080", "without Envoy"),
         ('role = "index"', 'role = "indexx"', "indexx"),
-        ('role = "index"', 'role = "placement"', "placement"),
+        ('role = "index"', 'role = "gateway"', "gateway"),
+        ('role = "holder"', 'role = "instance"', "blocks"),
+        ('"unix:/tmp/h1.sock"}', '"unix:/tmp/h1.sock"}\nblocks = {address = "unix:/tmp/b.sock"}', "blocks"),
         ("https://localhost/is/", "https://localhost/is", "base_uri"),
         ("https://localhost/is/", "https://LOCALHOST/is/", "base_uri"),
         ("https://localhost/is/", "https://other/h1/", "twice"),

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import structlog
 
+from kvsp.bulk.shm import Layout
+from kvsp.protocol.policy import Policy
 from kvsp.rpc.config import ConfigError, load, load_descriptors
 from services.holder.arena import Arena
 from services.holder.config import HolderConfig, check_identity
@@ -41,6 +43,14 @@ def test_defaults(tmp_path: Path) -> None:
     assert loaded.schemes == ("shm", "grpc")
     assert loaded.publish_ttl_ms == 600_000
     assert check_identity(loaded, POLICY).uri == HOLDER
+
+
+@pytest.mark.spec("R-074")
+@pytest.mark.parametrize(("role", "may"), [("holder", True), ("instance", True), ("client", False)])
+def test_an_instance_may_have_a_holder_beside_it(tmp_path: Path, role: str, may: bool) -> None:
+    policy = Policy.load(f'[identities."{HOLDER}"]\nroles = ["{role}"]\nbase_uris = ["{BASE_URI}"]\n')
+    with contextlib.nullcontext() if may else pytest.raises(ConfigError):
+        assert check_identity(config(tmp_path), policy).roles == {role}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +97,7 @@ def test_a_descriptor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_arena_is_private_and_removed(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path, BASE_URI, 8192)
     assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
-    assert arena.path.stat().st_size == 8192
+    assert arena.path.stat().st_size == Layout(8192).octets
     arena.view[:4] = b"data"
     assert arena.path.read_bytes()[:4] == b"data"
     arena.close()

@@ -15,8 +15,8 @@ from kvsp.protocol import limits, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.policy import Identity
 from services.holder.allocator import ALIGN
-from services.holder.blocks import Block, Name
-from services.holder.state import Withdraw
+from services.holder.blocks import Block, Kept, Name
+from services.holder.state import Publish, Withdraw
 from services.holder.transfers import Pin, Reservation
 from tests.services.holder_states import A, B, digested, name, state_of
 
@@ -40,6 +40,7 @@ class HolderMachine(RuleBasedStateMachine):
         self.reservations: list[tuple[Reservation, int, int]] = []
         self.leases: dict[str, tuple[Identity, set[Block], int]] = {}
         self.blocks: dict[Name, Block] = {}
+        self.kept: dict[Block, set[int]] = {}
         self.gone: set[Block] = set()
         self.serial = 0
 
@@ -169,6 +170,24 @@ class HolderMachine(RuleBasedStateMachine):
                 blocks.discard(block)
         self.after()
 
+    @rule(i=st.none() | st.integers(0, 5), kept=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3)))
+    def set_tier(self, i: int | None, kept: tuple[int, int] | None) -> None:
+        named = [block for block in self.blocks.values() if i is None or block.name == name(i)]
+        layers = set() if kept is None else set(range(min(kept), max(kept) + 1)) & {0, 1}
+        changed = [block for block in named if self.kept.get(block, set()) != layers]
+        self.kept |= dict.fromkeys(named, layers)
+        names = [] if i is None else [name(i)]
+        self.state.set_tier(None if kept is None else Kept("device", min(kept), max(kept)), names)
+        assert self.state.instructions() == [Publish(block) for block in changed]
+
+    @invariant()
+    def every_layer_has_one_tier(self) -> None:
+        for block in self.blocks.values() if hasattr(self, "blocks") else ():
+            ranges = [(tier, range(first, last + 1)) for tier, (first, last) in block.residency]
+            found = sorted((layer, tier) for tier, layers in ranges for layer in layers)
+            kept = self.kept.get(block, set())
+            assert found == [(layer, "device" if layer in kept else "host") for layer in (0, 1)]
+
     @rule(ms=st.sampled_from([1, 500, 3000, limits.transfer_ms(3 * ALIGN)]))
     def tick(self, ms: int) -> None:
         self.now += ms
@@ -205,4 +224,4 @@ class HolderMachine(RuleBasedStateMachine):
 
 
 HolderMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-TestHolder = pytest.mark.spec("R-087", "R-141", "R-143", "R-086")(HolderMachine.TestCase)
+TestHolder = pytest.mark.spec("R-087", "R-141", "R-143", "R-086", "R-044")(HolderMachine.TestCase)

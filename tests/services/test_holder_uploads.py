@@ -163,11 +163,12 @@ async def test_octets_that_were_not_sent_are_not_believed(tmp_path: Path) -> Non
 async def test_octets_go_only_to_who_opened(holder: Rig) -> None:
     await holder.put(1)
     opened = await holder.client.open(CLIENT, name(1))
+    transfer = opened._grants[0].opened.transfer
 
     async def read(principal: str) -> None:
         async with translated():
             async for _ in holder.stub.ReadBlock(
-                holder_pb2.ReadBlockRequest(transfer=opened._id), metadata=speak_for(principal)
+                holder_pb2.ReadBlockRequest(transfer=transfer), metadata=speak_for(principal)
             ):
                 pass
 
