@@ -8,9 +8,12 @@ from typing import Any, Final
 from kvsp.bulk.source import Ticket
 from ucx_transport import library, session
 from ucx_transport.engine import Connection, Engine
+from ucx_transport.errors import lost
 from ucx_transport.frames import Movement
 from ucx_transport.memory import Buffers
 
+CONNECT_S: Final = 3.0
+"""A port that is filtered gives no answer at all; a fall-back should not take much longer than a lost packet."""
 IDLE_S: Final = 30.0
 IDLE_MAX: Final = 32
 """Connections kept per holder."""
@@ -30,32 +33,30 @@ class Link:
 
     async def present(
         self, ticket: Ticket, view: memoryview, buffers: Buffers, *, write: bool = False
-    ) -> tuple[Movement, asyncio.Future[None]]:
-        """Ask for the transfer of a ticket, proving that it is ours.
+    ) -> Movement:
+        """Ask for the transfer of a ticket, proving that it is ours, and for a write, wait for the holder's proof.
 
-        Returns the movement of its frames, and a future that is done when the holder has proved that it
-        issued the ticket. Raises KvspError (503); the connection is closed then.
+        Returns the movement of its frames. Raises KvspError (503); the connection is closed then.
         """
         keys = self._keys = session.Keys(ticket, self._hellos, self._number, write=write)
         self._number += 1
         movement = Movement(self.connection, keys, ticket.frames, view, buffers)
         try:
-            await self.connection.say(ticket.token + keys.proofs.request)
+            await self.connection.say(ticket.token + keys.proof(session.REQUEST))
+            if write:  # nothing is given to who has not proved to be the holder
+                await self._hear_proof(session.ACCEPT)
         except BaseException:
             movement.stop()
             raise
-        proved = asyncio.ensure_future(self._proof(keys.proofs.accept))
-        # When frames fail first, nobody asks for the proof any more.
-        proved.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return movement, proved
+        return movement
 
-    async def _proof(self, expected: bytes) -> None:
-        session.check_mac(expected, await self.connection.hear(session.MAC_OCTETS))
+    async def _hear_proof(self, word: bytes) -> None:
+        assert self._keys is not None  # noqa: S101 - a ticket was presented
+        session.check_mac(self._keys.proof(word), await self.connection.hear(session.MAC_OCTETS))
 
     async def finished(self) -> None:
         """The holder has everything that was written. Raises KvspError (503)."""
-        assert self._keys is not None  # noqa: S101 - a ticket was presented
-        await self._proof(self._keys.proofs.done)
+        await self._hear_proof(session.DONE)
 
 
 class Dialer:
@@ -109,12 +110,15 @@ class Dialer:
         connection = self._engine.connect(host, int(port))
         try:
             said = session.hello()
-            await connection.say(said)
-            heard = await connection.hear(session.HELLO_OCTETS)
+            async with asyncio.timeout(CONNECT_S):
+                await connection.say(said)
+                heard = await connection.hear(session.HELLO_OCTETS)
             session.check_hello(heard)
             connection.agree(*session.control_tags(said + heard))
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, TimeoutError):
+                raise lost("the holder does not answer") from None
             raise
         return Link(connection, address, said + heard)
 

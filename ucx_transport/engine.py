@@ -55,7 +55,7 @@ class Engine:
         self._listener: Any = None
         self._pumping = False
         self._closed = False
-        self._loop.add_reader(self._fd, self._kick)
+        self._loop.add_reader(self._fd, self._pump)
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._kick()
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from itertools import accumulate
 from typing import Any, Final
@@ -67,20 +67,13 @@ class Movement:
         """Send all frames. Raises KvspError (503)."""
         await _windowed(lambda i: self.send_frame(i, self._part(i)), len(self._frames), lambda _: None)
 
-    async def receive(self, arrived: Callable[[int], None], proved: Awaitable[None] | None = None) -> None:
-        """Receive all frames; `arrived(n)`: octets 0...n are in place, and `proved` done. Raises KvspError.
-
-        Receiving does not wait for `proved`, which costs a round trip; only handing out does.
-        """
-
-        async def step(i: int) -> None:
-            await self._receive_frame(i, self._part(i))
-            if proved is not None:
-                await proved
-
-        if proved is not None and not self._frames:
-            await proved
-        await _windowed(step, len(self._frames), lambda i: arrived(self._offsets[i + 1]))
+    async def receive(self, arrived: Callable[[int], None]) -> None:
+        """Receive all frames; `arrived(n)`: octets 0...n are in place. Raises KvspError (503)."""
+        await _windowed(
+            lambda i: self._receive_frame(i, self._part(i)),
+            len(self._frames),
+            lambda i: arrived(self._offsets[i + 1]),
+        )
 
     async def send_frame(self, i: int, part: memoryview) -> None:
         """Send frame i, whose octets must not change before this returns. Raises KvspError (503)."""

@@ -159,15 +159,15 @@ class UcxServer:
         offer = self._take(request[: session.TOKEN_OCTETS])
         try:
             keys = session.Keys(offer.ticket, hellos, number, write=offer.wrote is not None)
-            session.check_mac(keys.proofs.request, request[session.TOKEN_OCTETS :])
+            session.check_mac(keys.proof(session.REQUEST), request[session.TOKEN_OCTETS :])
             movement = Movement(connection, keys, offer.ticket.frames, offer.view, self._buffers)
             offer.movement = movement
-            await connection.say(keys.proofs.accept)
             if offer.wrote is None:
                 await movement.send()
             else:
+                await connection.say(keys.proof(session.ACCEPT))
                 await movement.receive(offer.wrote)
-                await connection.say(keys.proofs.done)
+                await connection.say(keys.proof(session.DONE))
             movement.done()
             offer.movement = None  # the connection lives on, and is no longer this offer's to close
         finally:

@@ -1,15 +1,17 @@
 """What is said before octets flow, and the keys that come of it. Pure.
 
 A connection begins with a nonce from each side. Every transfer on it begins with a ticket's token and a MAC
-over nonces, number and token; the server answers with its own MAC. So each side proves, for this connection
-and this transfer, that it knows the ticket's key, which travelled on the authenticated control channel alone.
+over nonces, number and token. So the client proves, for this connection and this transfer, that it knows the
+ticket's key, which travelled on the authenticated control channel alone. The server proves the same before
+anything is given to it; of what it gives, the tags and seals are proof enough, as both come from the key.
 
-    client  Hello:   "KVU1" nonce(16)
-    server  Hello:   "KVU1" nonce(16)
+    client  Hello:   "KVU2" nonce(16)
+    server  Hello:   "KVU2" nonce(16)
     client  Request: token(16) mac(32)
+            frames, as tagged messages, or for a write:
     server  Accept:  mac(32)
-            frames, as tagged messages
-    server  Done:    mac(32), after a write
+    client  frames
+    server  Done:    mac(32)
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass
 from typing import Final
 
 from cryptography.exceptions import InvalidTag
@@ -28,7 +29,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kvsp.bulk.source import Ticket
 from ucx_transport.errors import lost
 
-MAGIC: Final = b"KVU1"
+MAGIC: Final = b"KVU2"
 NONCE_OCTETS: Final = 16
 HELLO_OCTETS: Final = len(MAGIC) + NONCE_OCTETS
 TOKEN_OCTETS: Final = 16
@@ -58,13 +59,9 @@ def control_tags(hellos: bytes) -> tuple[int, int]:
     return client, server
 
 
-@dataclass(frozen=True, slots=True)
-class Proofs:
-    """The three MACs of a transfer."""
-
-    request: bytes
-    accept: bytes
-    done: bytes
+REQUEST: Final = b"request"
+ACCEPT: Final = b"accept"
+DONE: Final = b"done"
 
 
 class Keys:
@@ -77,12 +74,16 @@ class Keys:
         info = _INFO + (b" write" if write else b" read")
         derive = HKDF(hashes.SHA256(), 2 * KEY_OCTETS + 8, salt=hellos + number.to_bytes(8), info=info)
         derived = derive.derive(ticket.key)
-        mac_key, data_key = derived[:KEY_OCTETS], derived[KEY_OCTETS : 2 * KEY_OCTETS]
+        self._mac_key, data_key = derived[:KEY_OCTETS], derived[KEY_OCTETS : 2 * KEY_OCTETS]
+        self._token = ticket.token
         # Nobody who lacks the key can guess a tag and slip a message in.
         self.first_tag = int.from_bytes(derived[2 * KEY_OCTETS :]) >> 1
         self._cipher = AESGCM(data_key) if ticket.sealed else None
         self.overhead = SEAL_OCTETS if ticket.sealed else 0
-        self.proofs = Proofs(*(hmac.digest(mac_key, word + ticket.token, "sha256") for word in _WORDS))
+
+    def proof(self, word: bytes) -> bytes:
+        """The MAC that goes with a word: REQUEST, ACCEPT or DONE."""
+        return hmac.digest(self._mac_key, word + self._token, "sha256")
 
     @property
     def sealed(self) -> bool:
@@ -101,9 +102,6 @@ class Keys:
             self._cipher.decrypt_into(_nonce(frame), sealed, _bound(frame, offset, len(into)), into)
         except InvalidTag:
             raise lost("a frame was changed on its way") from None
-
-
-_WORDS: Final = (b"request", b"accept", b"done")
 
 
 def check_mac(expected: bytes, got: bytes) -> None:

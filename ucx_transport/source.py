@@ -31,7 +31,7 @@ class UcxSource:
 
     def __init__(self) -> None:
         context = library.open_context({})
-        self.capabilities = Capabilities(rdma=library.has_rdma(context))
+        self.capabilities = Capabilities(direct=True, rdma=library.has_rdma(context))
         self._dialer = Dialer(context)
         self._buffers = Buffers()
 
@@ -94,8 +94,8 @@ class UcxReader:
 
     async def _receive(self, view: memoryview, arrived: Callable[[int], None]) -> None:
         link = await self._dialer.link(self._ticket.address)
-        self._movement, proved = await link.present(self._ticket, view, self._buffers)
-        await self._movement.receive(arrived, proved)
+        self._movement = await link.present(self._ticket, view, self._buffers)
+        await self._movement.receive(arrived)
         self._movement.done()
         self._movement = None
         self._dialer.keep(link)
@@ -123,6 +123,9 @@ class _Writer:
         self._number = 0
         self._filled = 0
 
+    async def begin(self) -> None:
+        await self._begun()
+
     async def write(self, piece: Piece) -> None:
         rest = memoryview(piece).cast("B")
         while rest:
@@ -149,10 +152,7 @@ class _Writer:
     async def _begun(self) -> Movement:
         if self._link is None:
             self._link = await self._dialer.link(self._ticket.address)
-            self._movement, proved = await self._link.present(
-                self._ticket, memoryview(b""), self._buffers, write=True
-            )
-            await proved  # nothing is given to who has not proved to be the holder
+            self._movement = await self._link.present(self._ticket, memoryview(b""), self._buffers, write=True)
         if self._movement is None:
             raise ValueError("the writer is closed")
         return self._movement

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,42 +12,51 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.local.layout import Layout, StackError
+from kvsp.protocol.errors import KvspError
 
 if TYPE_CHECKING:
+    from deploy.local.configs import Settings
     from deploy.local.stack import Stack
 
 app = typer.Typer()
 
-Descriptor = Annotated[
-    Path | None, typer.Option(help="Compatibility Descriptor file to use instead of the demo model's")
-]
+Model = Annotated[Path | None, typer.Option(help="directory of a Hugging Face causal language model to serve")]
 
 
 @app.command()
-def up(descriptor: Descriptor = None) -> None:
+def up(
+    model: Model = None,
+    engines: Annotated[bool, typer.Option("--engines/--no-engines", help="with instances and front end")] = True,
+    descriptor: Annotated[
+        Path | None, typer.Option(help="with --no-engines: the Compatibility Descriptor to know of")
+    ] = None,
+) -> None:
     """Run the dev stack in the foreground until ^C. KVSP_HOME, KVSP_PORT and KVSP_ADMIN_PORT say where."""
     with _one_line_errors():
+        if engines and descriptor is not None:
+            raise StackError("--descriptor goes with --no-engines: engines have that of their model")
+        if model is not None and not engines:
+            raise StackError("--model does not go with --no-engines")
         layout = Layout.from_env()
-        files = _descriptors(layout, descriptor)
-        stack = _prepare(layout, files)
-        asyncio.run(_serve(stack))
+        settings = _with_engines(layout, model) if engines else _without_engines(layout, descriptor)
+        asyncio.run(_serve(_prepare(layout, settings)))
 
 
 @app.command()
 def demo(
-    model: Annotated[Path | None, typer.Option(help="directory of a Hugging Face causal language model")] = None,
+    model: Model = None,
     json_out: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Run the main job: two engines with one model share KV through a fresh stack, then it stops."""
+    """Run the main job on a fresh stack, which then stops: reuse, prefetch, and an instance that is killed."""
     with _one_line_errors():
-        from deploy.local import demo as main_job  # needs torch
+        from deploy.local import demo as main_job
         from deploy.local.stack import running
 
         layout = Layout.from_env()
-        files = main_job.prepare(layout, model)
+        settings = _with_engines(layout, model)
         signal.signal(signal.SIGTERM, _exit)
-        with running(_prepare(layout, files)) as background:
-            code = main_job.run_demo(background.stack, model, json_out)
+        with running(_prepare(layout, settings)) as background:
+            code = main_job.run_demo(background, json_out)
     raise typer.Exit(code)
 
 
@@ -73,24 +81,31 @@ def _exit(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _prepare(layout: Layout, descriptors: list[Path]) -> Stack:
-    from deploy.local.configs import Settings
+def _prepare(layout: Layout, settings: Settings) -> Stack:
     from deploy.local.stack import prepare
 
-    return prepare(layout, Settings(descriptors=descriptors), lambda line: typer.echo(line, err=True))
+    return prepare(layout, settings, lambda line: typer.echo(line, err=True))
 
 
-def _descriptors(layout: Layout, given: Path | None) -> list[Path]:
-    if given is not None:
-        if not given.is_file():
-            raise StackError(f"{given}: no such file")
-        return [given]
-    if importlib.util.find_spec("torch") is not None:
-        from deploy.local.model import ensure_model
+def _with_engines(layout: Layout, model: Path | None) -> Settings:
+    from deploy.local.configs import Settings
+    from deploy.local.model import describe_given, ensure_model
 
-        layout.make_directories()
-        ensure_model(layout.home)
-    return [layout.descriptor] if layout.descriptor.exists() else []
+    layout.make_directories()
+    if model is None:
+        directory, descriptor = ensure_model(layout.home)[0], layout.descriptor
+    else:
+        directory, descriptor = model.absolute(), describe_given(layout.home, model)
+    return Settings([descriptor], model=directory, metrics=True)
+
+
+def _without_engines(layout: Layout, descriptor: Path | None) -> Settings:
+    from deploy.local.configs import Settings
+
+    if descriptor is not None and not descriptor.is_file():
+        raise StackError(f"{descriptor}: no such file")
+    known = descriptor or layout.descriptor
+    return Settings([known] if known.is_file() else [], metrics=True)
 
 
 async def _serve(stack: Stack) -> None:
@@ -116,27 +131,39 @@ async def _serve(stack: Stack) -> None:
 
 def _greeting(stack: Stack) -> str:
     roles: dict[str, Any] = stack.endpoints["roles"]
+    places = {"index": roles["index"], "holder": roles["holders"]["h1"], "placement": roles["placement"]}
+    if stack.model is not None:
+        places |= roles["instances"] | {"OpenAI API": roles["frontend"] + "v1"}
+    places |= {"envoy": stack.endpoints["envoy_admin"]}
+    listed = "\n".join(f"  {name:<11} {place}" for name, place in places.items())
     client = stack.endpoints["identities"]["client-demo"]
-    scope = stack.endpoints["scopes"]["demo"]["scope_id"]
-    body = f'{{"scope_id":"{scope}","compat_id":"{"0" * 64}","block_keys":[]}}'
     return f"""kvsp is up (^C stops it)
-  index   {roles["index"]}
-  holder  {roles["holders"]["h1"]}
-  envoy   {stack.endpoints["envoy_admin"]}
+{listed}
   all of it: {stack.layout.endpoints}, logs in {stack.layout.log("x").parent}
 
 try:
   curl --cacert {stack.endpoints["ca"]} --cert {client["cert"]} --key {client["key"]} \\
-    -H 'content-type: application/kvsp+json' -d '{body}' \\
-    {roles["index"]}lookup
+    {_example(stack)}
 """
+
+
+def _example(stack: Stack) -> str:
+    """What a curl command goes on with."""
+    if stack.model is not None:
+        body = f'{{"model":"{stack.model.name}","prompt":"Once","max_tokens":32}}'
+        url = stack.endpoints["roles"]["frontend"] + "v1/completions"
+        return f"-H 'content-type: application/json' -d '{body}' \\\n    {url}"
+    scope = stack.endpoints["scopes"]["demo"]["scope_id"]
+    body = f'{{"scope_id":"{scope}","compat_id":"{"0" * 64}","block_keys":[]}}'
+    url = stack.endpoints["roles"]["index"] + "lookup"
+    return f"-H 'content-type: application/kvsp+json' -d '{body}' \\\n    {url}"
 
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
-    except StackError as error:
+    except (StackError, KvspError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:

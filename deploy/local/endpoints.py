@@ -21,6 +21,7 @@ def describe(layout: Layout, scopes: Mapping[str, str], descriptors: Sequence[Pa
             "placement": _base_uris(layout, "placement")["pc"],
             "holders": _base_uris(layout, "holder"),
             "instances": _base_uris(layout, "instance"),
+            "frontend": _base_uris(layout, "frontend")["fe"],
         },
         "identities": {party.name: _identity(layout, party) for party in PARTIES},
         "scopes": {

@@ -18,6 +18,8 @@ from kvsp.protocol import limits, registry
 TEMPLATE: Final = Path(__file__).parent.parent / "envoy" / "envoy.yaml.tmpl"
 RETRY_AFTER_S: Final = 1
 UPSTREAM_IDLE_S: Final = 3600  # the gateway keeps an idle connection for two hours
+TOKENS: Final = "fe"
+"""The party whose replies are streams of tokens. Envoy passes on each piece of a reply as it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Tuning:
 
     headers_timeout_s: float = 10.0
     idle_timeout_s: float = 60.0
+    token_idle_timeout_s: float = 300.0  # a request may stand in a queue before its first token
     stream_duration_s: float = limits.PIN_DEADLINE_MS / 1000  # 256 MiB at 0.3 MB/s
     buffer_octets: int = 1 << 20
     window_octets: int = 4 << 20
@@ -55,7 +58,7 @@ def render(layout: Layout, prefixes: Mapping[str, str], tuning: Tuning) -> str:
         "heap_octets": tuning.heap_octets,
         "connections": tuning.connections,
         "mappers": _mappers(),
-        "routes": [_route(name, prefix) for name, prefix in prefixes.items()],
+        "routes": [_route(name, prefix, tuning) for name, prefix in prefixes.items()],
     }
     # JSON is YAML, and quotes every path that needs it.
     rendered = {name: json.dumps(value) for name, value in values.items()}
@@ -71,8 +74,11 @@ def find_binary() -> str:
     return found
 
 
-def _route(name: str, prefix: str) -> dict[str, Any]:
-    return {"name": name, "match": {"prefix": prefix}, "route": {"cluster": "gateway", "timeout": "0s"}}
+def _route(name: str, prefix: str, tuning: Tuning) -> dict[str, Any]:
+    action: dict[str, Any] = {"cluster": "gateway", "timeout": "0s"}
+    if name == TOKENS:
+        action["idle_timeout"] = f"{tuning.token_idle_timeout_s}s"
+    return {"name": name, "match": {"prefix": prefix}, "route": action}
 
 
 def _mappers() -> list[dict[str, Any]]:

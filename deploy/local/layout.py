@@ -90,7 +90,7 @@ class Layout:
 
     def make_directories(self) -> None:
         """Create what is missing, closed to other users. Raises StackError."""
-        longest = len(os.fsencode(self.socket("gateway")))
+        longest = len(os.fsencode(self.socket("ii1-blocks"))) + len(".control")
         if longest > SOCKET_PATH_OCTETS_MAX:
             raise StackError(
                 f"KVSP_HOME {self.home}: too long, a Unix socket path holds {SOCKET_PATH_OCTETS_MAX} octets"

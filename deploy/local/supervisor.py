@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from deploy.local.layout import StackError
 
-READY_TIMEOUT_S: Final = 30.0
+READY_TIMEOUT_S: Final = 90.0  # an engine loads a model, all of them at once
 POLL_S: Final = 0.02
 STOP_TIMEOUT_S: Final = 8.0  # a role drains for 5 s
 BACKOFF_FIRST_S: Final = 0.5
@@ -26,12 +26,17 @@ TETHER: Final = Path(__file__).with_name("tether.py")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to start, where its output goes, and how to see that it serves."""
+    """What to start, where its output goes, and how to see that it serves.
+
+    Programs of one `stage` stop together, after all of higher stages. `environment` is added to our own.
+    """
 
     name: str
     argv: Sequence[str]
     log: Path
     is_ready: Callable[[], Awaitable[bool]]
+    stage: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Supervisor:
     """Runs programs. `report` gets one line for whatever a person should see.
 
     With `restart`, a program that ends by itself is started again, with growing delay; without, it stays down
-    until `start_one`.
+    until `start_again`.
     """
 
     programs: Sequence[Program]
@@ -69,9 +74,9 @@ class Supervisor:
             raise
 
     async def stop(self) -> None:
-        """Stop in reverse order: Envoy first, so that no client sees half a stack."""
-        for program in reversed(self.programs):
-            await self.stop_one(program.name)
+        """Stop stage by stage, the last first: Envoy, so that no client sees half a stack."""
+        for stage in sorted({program.stage for program in self.programs}, reverse=True):
+            await asyncio.gather(*(self.stop_one(each.name) for each in self.programs if each.stage == stage))
 
     async def stop_one(self, name: str, number: int = signal.SIGTERM) -> None:
         """Send the signal, and SIGKILL when the process is still there after a while."""
@@ -89,12 +94,18 @@ class Supervisor:
             running.process.kill()
             await running.process.wait()
 
-    async def start_one(self, name: str) -> None:
-        """Start one program again and wait until it serves. Raises StackError."""
-        program = next(each for each in self.programs if each.name == name)
-        await self.stop_one(name)
-        await self._spawn(program)
-        await self._wait_ready(program)
+    async def kill(self, *names: str) -> None:
+        """SIGKILL these programs at once; they stay down until `start_again`."""
+        await asyncio.gather(*(self.stop_one(name, signal.SIGKILL) for name in names))
+
+    async def start_again(self, *names: str) -> None:
+        """Stop these programs if they run, start them and wait until they serve. Raises StackError."""
+        programs = [program for program in self.programs if program.name in names]
+        await asyncio.gather(*(self.stop_one(program.name) for program in programs))
+        for program in programs:
+            await self._spawn(program)
+        for program in programs:
+            await self._wait_ready(program)
 
     def pid(self, name: str) -> int:
         """The process id of a program that was started."""
@@ -131,6 +142,7 @@ async def _execute(program: Program) -> _Running:
     with program.log.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *program.argv),
+            env={**os.environ, **program.environment},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,

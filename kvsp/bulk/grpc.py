@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvsp.bulk.source import BlockReader, BlockWriter, Capabilities, Piece, Transfer
 from kvsp.protocol import limits
@@ -29,26 +29,36 @@ class GrpcSource:
         """Push the octets of a reserved transfer."""
         return _Writer(transfer)
 
+    def close(self) -> None:
+        """The channel is its owner's."""
+
 
 class _Reader:
     def __init__(self, transfer: Transfer) -> None:
-        self._left = transfer.length
+        self._transfer = transfer
+        self._call: Any = None
+        self._closed = False
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        if self._closed:
+            raise unavailable("the reader is closed")
+        transfer, left = self._transfer, self._transfer.length
         self._call = holder_pb2_grpc.HolderStub(transfer.endpoint).ReadBlock(
             holder_pb2.ReadBlockRequest(transfer=transfer.id), metadata=speak_for(transfer.principal)
         )
-
-    async def pieces(self) -> AsyncIterator[Piece]:
         async with translated():
             async for chunk in self._call:
-                self._left -= len(chunk.octets)
-                if self._left < 0:
+                left -= len(chunk.octets)
+                if left < 0:
                     break
                 yield chunk.octets
-        if self._left:
+        if left:
             raise unavailable("the holder sent another number of octets")
 
     def close(self) -> None:
-        self._call.cancel()
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
 
 
 class _Writer:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -12,20 +14,24 @@ import grpc
 
 from kvsp.bulk.chooser import Chooser, report_fallback
 from kvsp.bulk.control import ControlStream
+from kvsp.bulk.rates import LinkRate
+from kvsp.bulk.reading import TRANSPORT_FAILED, Grant, OpenedTransfer
+from kvsp.bulk.shm import ShmSource
 from kvsp.bulk.source import (
-    BlockReader,
+    BlockSource,
     BlockWriter,
-    Capabilities,
-    DirectWriter,
+    ConnectingWriter,
     Extent,
-    Piece,
     SourceUnavailableError,
     Ticket,
     Transfer,
 )
-from kvsp.protocol import limits, registry
-from kvsp.protocol.errors import KvspError, bad_request, unavailable
+from kvsp.bulk.writing import ReservedTransfer
+from kvsp.protocol import container, limits, registry
+from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.v1 import common_pb2, holder_pb2
+
+__all__ = ["HolderClient", "OpenedTransfer", "ReservedTransfer"]
 
 STREAMS_MAX: Final = 256
 IDLE_S: Final = 60.0
@@ -33,9 +39,24 @@ OPEN_TIMEOUT_S: Final = 10.0  # the first request of a layer range waits until t
 RESERVE_TIMEOUT_S: Final = OPEN_TIMEOUT_S + limits.PIN_DEADLINE_MS / 1000
 """The holder answers once another writer of the same block is done, whose deadline has passed by then."""
 
-COMMIT_TIMEOUT_S: Final = 60.0
-REPORT_OCTETS: Final = 256 << 10
-"""A writer to shared memory says this often how far it is: seldom enough for the message to cost little."""
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a reader wants: layers first..last of a block (None: all), in a codec (None: as stored)."""
+
+    principal: str
+    name: common_pb2.BlockName
+    layers: tuple[int, int] | None
+    codec: int | None
+
+    def message(self, schemes: Sequence[str] | None) -> holder_pb2.OpenBlock:
+        """To be pinned and read by one of the schemes; None: only described."""
+        request = holder_pb2.OpenBlock(
+            name=self.name, codec=self.codec, pin=schemes is not None, schemes=schemes or ()
+        )
+        if self.layers is not None:
+            request.layers.first, request.layers.last = self.layers
+        return request
 
 
 class HolderClient:
@@ -64,30 +85,73 @@ class HolderClient:
         layers: tuple[int, int] | None = None,
         codec: int | None = None,
         pin: bool = True,
+        digests: Sequence[bytes] | None = None,
     ) -> OpenedTransfer:
         """Describe a block, or layers first..last of it, and with `pin` hold it for reading.
 
-        Raises KvspError: 403, 404 (block, codec, layers), 503, 504.
+        `digests`: what these layers have to match before octets are given out; None leaves that to the caller.
+        Raises KvspError: 403, 404 (block, codec, layers), 422 (another number of layers), 503, 504.
         """
         stream = self._stream(principal)
-        request = holder_pb2.OpenBlock(name=name, codec=codec, pin=pin)
-        if layers is not None:
-            request.layers.first, request.layers.last = layers
+        asked = _Asked(principal, name, layers, codec)
+        if not pin:
+            return OpenedTransfer(stream, await self._described(stream, asked), self._chooser)
+        grant = await self._grant(stream, asked)
+        again = partial(self._grant_again, stream, asked, grant.opened)
+        opened = OpenedTransfer(stream, grant.opened, self._chooser, grant, again=again, digests=digests)
+        if digests is not None and len(digests) != container.parse_header(opened.header).layer_count:
+            opened.close()
+            raise KvspError(
+                registry.DIGEST_MISMATCH, "the block has another number of layers than there are digests"
+            )
+        return opened
+
+    async def _described(self, stream: ControlStream, asked: _Asked) -> holder_pb2.OpenedBlock:
+        began = _now()
+        opened = (await stream.ask(OPEN_TIMEOUT_S, open=asked.message(None))).opened
+        self._chooser.rates.answered(_now() - began)
+        return opened
+
+    async def _grant(self, stream: ControlStream, asked: _Asked, without: Collection[str] = ()) -> Grant:
+        """A pin, and a reader that can be had for it."""
         while True:
-            offered = self._chooser.ranked() if pin else []
-            del request.schemes[:]
-            request.schemes.extend(offered)
-            opened = (await stream.ask(OPEN_TIMEOUT_S, open=request)).opened
-            if not pin:
-                return OpenedTransfer(stream, opened, None)
-            transfer = self._transfer(principal, opened.transfer, opened.payload_octets, opened.location)
+            offered = self._chooser.offer(without)
+            began = _now()
+            opened = (await stream.ask(OPEN_TIMEOUT_S, open=asked.message(offered))).opened
+            self._chooser.rates.answered(_now() - began)
+            # The holder counts from when it granted: not before it was asked.
+            deadline = began + opened.deadline_ms / 1000
+            transfer = self._transfer(asked.principal, opened.transfer, opened.payload_octets, opened.location)
             try:
-                reader = self._chooser.source(opened.location.scheme).reader(transfer)
-            except SourceUnavailableError as error:
+                source = await self._source(opened.location)
+                return Grant(opened, source.reader(transfer), source.capabilities, deadline)
+            except BaseException as error:
                 stream.tell(close=holder_pb2.CloseBlock(transfer=opened.transfer))
+                if not isinstance(error, SourceUnavailableError):
+                    raise
                 self._fell_back(offered, opened.location.scheme, error)
-                continue
-            return OpenedTransfer(stream, opened, reader)
+
+    async def _grant_again(
+        self,
+        stream: ControlStream,
+        asked: _Asked,
+        before: holder_pb2.OpenedBlock,
+        layer: int,
+        failed: Collection[str],
+    ) -> Grant:
+        """The rest of a block that was granted before, from `layer` on, by another scheme. Raises KvspError."""
+        header = container.parse_header(before.header)
+        asked = replace(asked, layers=header.layers, codec=header.codec)
+        grant = await self._grant(stream, replace(asked, layers=(layer, header.layers[1])), failed)
+        try:
+            # Somebody may have purged the block and stored another under its name meanwhile.
+            if (await self._described(stream, asked)).sha256 != before.sha256:
+                raise unavailable("the block has changed")
+        except BaseException:
+            grant.reader.close()
+            stream.tell(close=holder_pb2.CloseBlock(transfer=grant.opened.transfer))
+            raise
+        return grant
 
     async def reserve(self, principal: str, name: common_pb2.BlockName, length: int) -> ReservedTransfer | None:
         """Room for a container of `length` octets; 0: only check that it may be written, answer None.
@@ -97,7 +161,7 @@ class HolderClient:
         """
         stream = self._stream(principal)
         while True:
-            offered = self._chooser.ranked()
+            offered = self._chooser.offer()
             request = holder_pb2.ReserveBlock(name=name, length=length, schemes=offered)
             timeout_s = RESERVE_TIMEOUT_S if length else OPEN_TIMEOUT_S
             reserved = (await stream.ask(timeout_s, reserve=request)).reserved
@@ -105,21 +169,31 @@ class HolderClient:
                 return None
             transfer = self._transfer(principal, reserved.transfer, length, reserved.location)
             try:
-                source = self._chooser.source(reserved.location.scheme)
-                writer = source.writer(transfer)
-            except SourceUnavailableError as error:
+                source = await self._source(reserved.location)
+                writer = await _begun(source, transfer)
+                return ReservedTransfer(stream, reserved, length, writer, self._chooser)
+            except BaseException as error:
                 stream.tell(abort=holder_pb2.AbortBlock(transfer=reserved.transfer))
+                if not isinstance(error, SourceUnavailableError):
+                    raise
                 self._fell_back(offered, reserved.location.scheme, error)
-                continue
-            return ReservedTransfer(stream, reserved, length, writer, source.capabilities)
+
+    def rate(self, scheme: str) -> float | None:
+        """Octets a second that reads by a scheme have made lately; None: not known yet."""
+        return self._chooser.rates.rate(scheme)
+
+    def link(self) -> LinkRate | None:
+        """What the way to this holder has given lately, for instance status; None: not known yet."""
+        return self._chooser.link()
 
     async def close(self) -> None:
-        """End every stream; the holder drops what is open on them."""
+        """End every stream and what transports keep; the holder drops what is open."""
         streams = list(self._streams.values())
         for stream in streams:
             stream.close()
         for stream in streams:
             await stream.closed()
+        self._chooser.close()
 
     def _stream(self, principal: str) -> ControlStream:
         stream = self._streams.get(principal)
@@ -144,6 +218,13 @@ class HolderClient:
         if self._streams.get(stream.principal) is stream:
             del self._streams[stream.principal]
 
+    async def _source(self, where: holder_pb2.Location) -> BlockSource:
+        """The source that the holder took, ready for the place that it named. Raises SourceUnavailableError."""
+        source = self._chooser.source(where.scheme)
+        if isinstance(source, ShmSource) and self._local is not None:
+            await source.admit(where.shm.arena, self._local)
+        return source
+
     def _transfer(self, principal: str, transfer: int, length: int, where: holder_pb2.Location) -> Transfer:
         extent = None
         if where.HasField("shm"):
@@ -160,134 +241,19 @@ class HolderClient:
         self._chooser.failed(scheme, error)
 
 
-class OpenedTransfer:
-    """A described block, and when pinned, its payload.
-
-    `header` is the container header of the selected layers, `sha256` covers header and payload.
-    `max_age_s` is how long a cache may keep it; the pin lapses at `deadline`, in seconds of the event loop's
-    clock. Close it when no piece is in use any more.
-    """
-
-    def __init__(self, stream: ControlStream, opened: holder_pb2.OpenedBlock, reader: BlockReader | None) -> None:
-        self.header = opened.header
-        self.payload_octets = opened.payload_octets
-        self.total_octets = len(opened.header) + opened.payload_octets
-        self.sha256 = opened.sha256
-        self.max_age_s = opened.max_age_s
-        self._id = opened.transfer
-        self._stream = stream
-        self._reader = reader
-        self.deadline = _deadline(opened.deadline_ms)
-        if reader is not None:
-            stream.users += 1
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The payload in order. Raises KvspError (503) once the pin is gone: its octets may be another's."""
-        if self._reader is None:
-            raise ValueError("the block was opened without a pin")
-        async for piece in self._reader.pieces():
-            _check_held(self._stream, self.deadline)
-            yield piece
-
-    def close(self) -> None:
-        """Drop the pin. Idempotent, does not wait."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-            self._stream.users -= 1
-            self._stream.tell(close=holder_pb2.CloseBlock(transfer=self._id))
-
-
-class ReservedTransfer:
-    """Room for one container, to be filled from its first octet to its last and committed, or aborted.
-
-    `put` is `write` for callers that must not wait; None: this transport has to. The room is lost at
-    `deadline`, in seconds of the event loop's clock.
-    """
-
-    def __init__(
-        self,
-        stream: ControlStream,
-        reserved: holder_pb2.ReservedBlock,
-        length: int,
-        writer: BlockWriter,
-        able: Capabilities,
-    ) -> None:
-        self.length = length
-        self.written = 0
-        # What comes in messages the holder counts itself; of its own memory it must be told.
-        self._report_at = REPORT_OCTETS if able.zero_copy else length + 1
-        self._id = reserved.transfer
-        self._stream = stream
-        self._writer = writer
-        self.put: Callable[[Piece], None] | None = self._put if able.zero_copy else None
-        self.deadline = _deadline(reserved.deadline_ms)
-        self._open = True
-        stream.users += 1
-
-    async def write(self, piece: Piece) -> None:
-        """Append; the holder hashes what has arrived meanwhile. Raises KvspError: 400 too many octets, 503."""
-        octets = self._check(piece)
-        await self._writer.write(piece)
-        self._advance(octets)
-
-    def _put(self, piece: Piece) -> None:
-        octets = self._check(piece)
-        cast(DirectWriter, self._writer).put(piece)
-        self._advance(octets)
-
-    def _check(self, piece: Piece) -> int:
-        # Past its deadline the room may be given to another block: never touch it again.
-        _check_held(self._stream, self.deadline)
-        if not self._open:
-            raise ValueError("the transfer is over")
-        octets = memoryview(piece).nbytes
-        if self.written + octets > self.length:
-            raise bad_request("more octets than announced")
-        return octets
-
-    def _advance(self, octets: int) -> None:
-        self.written += octets
-        if self.written >= self._report_at:
-            self._report_at = self.written + REPORT_OCTETS
-            self._stream.tell(wrote=holder_pb2.WroteOctets(transfer=self._id, octets=self.written))
-
-    async def commit(self, digests: Mapping[str, bytes] | Iterable[tuple[str, bytes]] = ()) -> bytes:
-        """Make the block visible and return its SHA-256, comparing `digests` (by RFC 9530 algorithm name).
-
-        Raises KvspError: 400, 404, 409, 422, 503, 504. Whatever is raised, the transfer is over, and nothing is
-        stored; but after 503 and 504, when the holder's answer is missing, the block may be there all the same.
-        """
-        pairs = digests.items() if isinstance(digests, Mapping) else digests
-        fields = [holder_pb2.FieldDigest(algorithm=name, value=value) for name, value in pairs]
+async def _begun(source: BlockSource, transfer: Transfer) -> BlockWriter:
+    """A writer that has found its holder. Raises SourceUnavailableError: another source may be taken."""
+    writer = source.writer(transfer)
+    if transfer.ticket is not None:
         try:
-            if self.written < self.length:
-                raise bad_request("fewer octets than announced")
-            await self._writer.finish()
-            commit = holder_pb2.CommitBlock(transfer=self._id, digests=fields)
-            reply = await self._stream.ask(COMMIT_TIMEOUT_S, commit=commit)
-        except BaseException:
-            self.abort()
+            await cast(ConnectingWriter, writer).begin()
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, KvspError) and error.problem in TRANSPORT_FAILED:
+                raise SourceUnavailableError(str(error)) from error
             raise
-        self._end()
-        return reply.committed.sha256
-
-    def abort(self) -> None:
-        """Give the room back; nothing is stored. Idempotent, does not wait, nothing after `commit`."""
-        if self._open:
-            self._end()
-            self._stream.tell(abort=holder_pb2.AbortBlock(transfer=self._id))
-
-    def _end(self) -> None:
-        self._open = False
-        self._writer.close()
-        self._stream.users -= 1
+    return writer
 
 
-def _deadline(after_ms: int) -> float:
-    return asyncio.get_running_loop().time() + after_ms / 1000
-
-
-def _check_held(stream: ControlStream, deadline: float) -> None:
-    if not stream.alive or asyncio.get_running_loop().time() >= deadline:
-        raise unavailable("the transfer has lapsed")
+def _now() -> float:
+    return asyncio.get_running_loop().time()

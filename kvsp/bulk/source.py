@@ -25,11 +25,13 @@ class Capabilities:
     """What a chooser needs to know of a source.
 
     `same_host_only`: both ends must share a host. `zero_copy`: pieces are views of the holder's own
-    memory, valid only while the transfer is open. `rdma`: octets move without either CPU.
+    memory, valid only while the transfer is open. `direct`: octets have a way of their own beside the control
+    channel. `rdma`: they move without either CPU.
     """
 
     same_host_only: bool = False
     zero_copy: bool = False
+    direct: bool = False
     rdma: bool = False
 
 
@@ -101,11 +103,25 @@ class BlockWriter(Protocol):
         """Let go of everything, finished or not; idempotent."""
 
 
-class DirectWriter(BlockWriter, Protocol):
+class SharingReader(BlockReader, Protocol):
+    """A reader whose pieces are views of the holder's memory: that of every source with `zero_copy`."""
+
+    def check(self) -> None:
+        """After looking at pieces: they were this block's. Raises KvspError (503) when their room is another's."""
+
+
+class SharingWriter(BlockWriter, Protocol):
     """A writer that never waits: that of every source with `zero_copy`."""
 
     def put(self, piece: Piece) -> None:
         """`write` without waiting."""
+
+
+class ConnectingWriter(BlockWriter, Protocol):
+    """A writer that connects by itself: that of every source that takes tickets."""
+
+    async def begin(self) -> None:
+        """Find the holder and have it prove itself, while another source may still be taken. Raises KvspError."""
 
 
 class BlockSource(Protocol):
@@ -122,6 +138,9 @@ class BlockSource(Protocol):
 
     def writer(self, transfer: Transfer) -> BlockWriter:
         """Begin to give octets."""
+
+    def close(self) -> None:
+        """End what is kept between transfers. Idempotent; a later transfer makes it anew."""
 
 
 class BlockServer(Protocol):

@@ -1,10 +1,10 @@
-"""`kvsp`: look into containers, compute names, and talk to an index and holders from a shell."""
+"""`kvsp`: look into containers, compute names, talk to an index, holders and a controller from a shell."""
 
 from __future__ import annotations
 
 import typer
 
-from kvsp.cli import local, remote
+from kvsp.cli import fleet, local, remote
 from kvsp.cli.report import EXIT_CODES_HELP
 
 app = typer.Typer(
@@ -16,9 +16,14 @@ app.command("compat-id")(local.compat_id)
 app.command("lookup")(remote.lookup)
 app.command("get")(remote.get)
 app.command("put")(remote.put)
+app.command("top")(fleet.top)
+app.add_typer(fleet.instance, name="instance")
 
 
-@app.callback(help=f"Look into KV-cache blocks, name them, find, fetch and store them.\n\n{EXIT_CODES_HELP}")
+_HELP = "Look into KV-cache blocks, name them, find, fetch and store them; watch instances."
+
+
+@app.callback(help=f"{_HELP}\n\n{EXIT_CODES_HELP}")
 def _root() -> None:
     """The help is given above."""
 

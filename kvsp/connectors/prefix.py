@@ -9,6 +9,7 @@ computes again from the end of the shorter prefix. Wrong octets are never comput
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class PrefixShortened(Exception):  # noqa: N818  (a turn of events, not a fault 
     """Part of the prefix was lost while it was in use."""
 
 
+class Interrupted(Exception):  # noqa: N818  (a turn of events, not a fault of the caller)
+    """A wait for layers was cut short, because the waiting thread has other things to do."""
+
+
 class Arrival:
     """How many layers are there, and for how many blocks; shared by the loader and the model."""
 
@@ -31,6 +36,8 @@ class Arrival:
         self._layers = 0
         self._blocks = blocks
         self._error: BaseException | None = None
+        self._interrupted = False
+        self._watcher: Callable[[], None] = _nobody
 
     @property
     def blocks(self) -> int:
@@ -38,31 +45,59 @@ class Arrival:
         return self._blocks
 
     def advance(self, layers: int) -> None:
-        """Layers 0..layers-1 of all usable blocks have arrived and been verified."""
+        """Layers 0..layers-1 of all usable blocks have arrived and been verified; no octet of them, lost blocks
+        included, will be written any more."""
         with self._changed:
             self._layers = layers
             self._changed.notify_all()
+        self._watcher()
 
     def shorten(self, blocks: int) -> None:
         """Block number `blocks` is lost, and with it all that follow."""
         with self._changed:
             self._blocks = min(self._blocks, blocks)
             self._changed.notify_all()
+        self._watcher()
 
     def fail(self, error: BaseException) -> None:
         """Loading ended by a fault that is not the loss of a block; waiters get it."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        self._watcher()
+
+    def interrupt(self) -> None:
+        """Whoever waits, or is the next to, gets Interrupted instead."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` after each change, on the loader's thread."""
+        self._watcher = watcher
+
+    def settled(self, layers: int) -> bool:
+        """Waiting for `layers` layers would end at once, for better or worse."""
+        with self._changed:
+            return self._layers >= layers or self._error is not None
 
     def wait(self, layers: int, blocks: int) -> None:
-        """Return when `layers` layers of `blocks` blocks are there. Raises PrefixShortened."""
+        """Return when `layers` layers of `blocks` blocks are there. Raises PrefixShortened, Interrupted."""
         with self._changed:
-            self._changed.wait_for(lambda: self._layers >= layers or self._blocks < blocks or self._error)
+            self._changed.wait_for(
+                lambda: self._layers >= layers or self._blocks < blocks or self._error or self._interrupted
+            )
             if self._error is not None:
                 raise self._error
             if self._blocks < blocks:
                 raise PrefixShortened
+            if self._layers < layers:
+                self._interrupted = False
+                raise Interrupted
+
+
+def _nobody() -> None:
+    """Nobody watches."""
 
 
 class PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -74,6 +109,7 @@ class PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
+        self._kept = 0
         self.dtype, self.device = rows[0].dtype, rows[0].device
         self.is_initialized = True
 
@@ -92,12 +128,19 @@ class PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         # Beam search and the like replace the tensors; then this is a DynamicLayer as any other.
         if end > len(self._rows[0]) or not self._holds_rows():
             return super().update(key_states, value_states, *args, **kwargs)
+        first = min(max(start, self._kept), end)
         for rows, states in zip(self._rows, (key_states, value_states), strict=True):
-            rows[start:end] = states[0].transpose(0, 1)
+            rows[first:end] = states[0, :, first - start :].transpose(0, 1)
         return self.show(end)
 
+    def keep(self, tokens: int) -> None:
+        """`update` leaves the first `tokens` rows as they are, whatever it is given for them."""
+        self._kept = tokens
+
     def _holds_rows(self) -> bool:
-        return self.keys is not None and self.keys.data_ptr() == self._rows[0].data_ptr()
+        # By storage: an empty tensor has no address of its own.
+        storages = [tensor.untyped_storage().data_ptr() for tensor in (self.keys, self._rows[0])]
+        return storages[0] == storages[1] and self.keys.storage_offset() == 0
 
 
 class PrefixCache(Cache):
@@ -127,6 +170,12 @@ class PrefixCache(Cache):
         self._blocks = self.arrival.blocks
         for layer in self._prefix_layers:
             layer.show(self.prefix_tokens)
+
+    def seek(self, tokens: int, keep: int = 0) -> None:
+        """Go on after `tokens` rows; rows before `keep` stay as they are when the model computes them again."""
+        for layer in self._prefix_layers:
+            layer.show(tokens)
+            layer.keep(keep)
 
     def wait(self) -> None:
         """Return when all layers are there. Raises PrefixShortened."""

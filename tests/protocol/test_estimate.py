@@ -1,5 +1,6 @@
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -132,9 +133,50 @@ def test_absurd_numbers_are_unknown_not_errors() -> None:
     assert wait_us(2**53 - 1, 1e300) is None
 
 
+@pytest.mark.spec("U-43")
+@given(
+    st.lists(st.tuples(st.sets(st.sampled_from([A, B, C]), min_size=1), st.integers(1, 60)), max_size=4),
+    st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=3, max_size=3),
+    st.lists(st.sampled_from([0, 10, 4000]), min_size=3, max_size=3),
+)
+def test_long_runs_against_the_greedy_rule(
+    rows: list[tuple[set[str], int]], rates: list[int], rtts: list[int]
+) -> None:
+    """Block by block in whole microseconds, where long runs are filled at once."""
+    known = links(*zip((A, B, C), rates, rtts, strict=True))
+    done = {holder: Fraction(link.rtt_us) for holder, link in known.items()}
+    latest = Fraction(0)
+    for holders, count in rows:
+        for _ in range(count):
+            after = {holder: done[holder] + Fraction(8000, int(known[holder].mbit_per_s)) for holder in holders}
+            best = min(holders, key=lambda holder: (max(latest, after[holder]), holder))
+            done[best] = after[best]
+            latest = max(latest, after[best])
+    matched = [[Replica(holder) for holder in holders] for holders, count in rows for _ in range(count)]
+    assert fetch_us(T, matched, known) == pytest.approx(math.ceil(latest), abs=1)
+
+
 def test_one_survey_serves_many_targets() -> None:
     matched = [[Replica(A), Replica(B)]] * 100 + [[Replica(A)]] * 50
     runs = estimate.survey(matched)
     assert [count for _, count in runs] == [100, 50]
+    survey = estimate.Survey(runs)
+    assert (survey.blocks, len(survey)) == (150, 2)
     for target in (A, B, T):
-        assert estimate.fetch_us_of(runs, target, TWO) == fetch_us(target, matched, TWO)
+        assert survey.fetch_us(target, TWO) == fetch_us(target, matched, TWO)
+
+
+@pytest.mark.spec("U-42")
+@pytest.mark.parametrize(
+    ("matched", "known", "expected"),
+    [
+        pytest.param([[Replica(A)], [Replica(B)]], ONE, (1, 1010), id="up to who is out of reach"),
+        pytest.param([[Replica(B)], [Replica(A)]], ONE, (0, 0), id="nothing"),
+        pytest.param([[Replica(T)], [part(T, (0, 1), size=500)]], ONE, (1, 0), id="up to a layer that is nowhere"),
+        pytest.param([[Replica(A)]] * 3, ONE, (3, 3010), id="all"),
+    ],
+)
+def test_the_usable_prefix(
+    matched: list[list[Replica]], known: dict[str, Link], expected: tuple[int, int]
+) -> None:
+    assert estimate.Survey(estimate.survey(matched)).load(T, known) == expected

@@ -150,7 +150,7 @@ def start_edge(layout: Layout, tuning: Tuning = SHORT, *, serve: bool = True) ->
     layout.make_directories()
     authority = pki.ensure(layout)
     write_private(layout.envoy, envoy.render(layout, configs.served_prefixes(), tuning).encode())
-    program = next(each for each in programs(layout) if each.name == "envoy")
+    program = next(each for each in programs(layout, configs.Settings()) if each.name == "envoy")
     stack = Stack(layout, {}, Supervisor([program], print, restart=False))
     application = _Application(str(layout.socket("gateway"))) if serve else contextlib.nullcontext()
     with application, running(stack) as background:

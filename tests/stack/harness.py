@@ -1,7 +1,8 @@
 """The dev stack for tests: started once per test process on free ports, in a home of its own.
 
 `RunningStack` is what tests use: who is who, where everything is, one plain request, and killing or restarting
-one process by name (`index`, `h1`, `gateway`, `envoy`).
+one process by name (`index`, `placement`, `h1`, `gateway`, `envoy`; in a fleet `ii1`, `ii1-blocks`, ... and
+`frontend`, too).
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import contextlib
 import http.client
 import json
 import shutil
-import signal
-import socket
 import ssl
 import tempfile
 import time
@@ -24,11 +23,15 @@ from urllib.parse import urlsplit
 from deploy.local import pki
 from deploy.local.configs import Settings
 from deploy.local.layout import Layout
+from deploy.local.model import TINY, ensure_model
+from deploy.local.ports import free_ports
 from deploy.local.stack import Background, prepare, running
 from kvsp.protocol.descriptor import Descriptor, canonical, compat_id
 from kvsp.protocol.keys import ScopeKey
+from kvsp.protocol.names import party_id
 
 REACHED_S = 10.0
+FLEET_ARENA_OCTETS = 32 << 20
 UNAVAILABLE = 503
 
 SMALL = Descriptor(
@@ -77,12 +80,15 @@ class RunningStack:
     """A stack that runs. Everything it knows comes from endpoints.json."""
 
     def __init__(self, background: Background) -> None:
-        self._background = background
+        self.background = background
         self.layout = background.stack.layout
         self.endpoints = background.stack.endpoints
         self.ca: str = self.endpoints["ca"]
         self.index: str = self.endpoints["roles"]["index"]
         self.holder: str = self.endpoints["roles"]["holders"]["h1"]
+        self.placement: str = self.endpoints["roles"]["placement"]
+        self.instances: dict[str, str] = self.endpoints["roles"]["instances"]
+        self.frontend: str = self.endpoints["roles"]["frontend"]
 
     def identity(self, name: str) -> tuple[str, str]:
         """Paths of the certificate and key of a party."""
@@ -123,15 +129,15 @@ class RunningStack:
 
     def kill(self, name: str) -> None:
         """SIGKILL one process; it stays down until `start`."""
-        self._background.call(self._background.stack.supervisor.stop_one(name, signal.SIGKILL))
+        self.background.kill(name)
 
     def stop(self, name: str) -> None:
         """SIGTERM one process, and wait until it is gone."""
-        self._background.call(self._background.stack.supervisor.stop_one(name))
+        self.background.call(self.background.stack.supervisor.stop_one(name))
 
     def start(self, name: str) -> None:
         """Start one process (again) and wait until requests reach it: the gateway looks for it once a second."""
-        self._background.call(self._background.stack.supervisor.start_one(name))
+        self.background.start_again(name)
         deadline = time.monotonic() + REACHED_S
         while self._probe(name) == UNAVAILABLE:
             assert time.monotonic() < deadline, f"{name} is not reached again"
@@ -142,9 +148,17 @@ class RunningStack:
         if name == "index":
             body = {"scope_id": self.scope_id(), "compat_id": self.compat_id(), "block_keys": []}
             return self.request("POST", self.index + "lookup", body).status
-        if name == "h1":
-            key = "00" * 32
-            return self.request("HEAD", f"{self.holder}blocks/{self.compat_id()}/{self.scope_id()}/{key}").status
+        if name == "placement":
+            url = f"{self.placement}instances/{party_id(self.instances['ii1'])}/status"
+            return self.request("PUT", url, {}, identity="ii1").status
+        if name == "frontend":
+            return self.request("GET", self.frontend + "v1/models").status
+        if name in self.instances:
+            return self.request("PUT", self.instances[name] + "state", {}, identity="pc").status
+        holders = {"h1": self.holder} | {f"{each}-blocks": uri for each, uri in self.instances.items()}
+        if name in holders:
+            url = f"{holders[name]}blocks/{self.compat_id()}/{self.scope_id()}/{'00' * 32}"
+            return self.request("HEAD", url).status
         return self.request("GET", self.index + "nothing").status
 
     def restart(self, name: str) -> None:
@@ -154,7 +168,7 @@ class RunningStack:
 
     def pid(self, name: str) -> int:
         """The process id, for measuring memory and the like."""
-        return self._background.stack.supervisor.pid(name)
+        return self.background.stack.supervisor.pid(name)
 
     def log(self, name: str) -> str:
         """The log of one process."""
@@ -206,9 +220,7 @@ def credential_files(directory: Path, name: str, credential: pki.Credential) -> 
 
 def free_port() -> int:
     """A TCP port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @contextlib.contextmanager
@@ -232,4 +244,18 @@ def start_stack(
         path.write_bytes(canonical(descriptor))
     stack = prepare(layout, Settings(files, overrides=overrides or {}), print, restart=False)
     with running(stack) as background:
+        yield RunningStack(background)
+
+
+@contextlib.contextmanager
+def start_fleet(
+    layout: Layout, overrides: Mapping[str, Mapping[str, Any]] | None = None
+) -> Iterator[RunningStack]:
+    """The whole fleet with a tiny model: two instances, front end, and everything else."""
+    layout.make_directories()
+    model, _ = ensure_model(layout.home, TINY)
+    small = {"arena_octets": FLEET_ARENA_OCTETS}
+    given = dict.fromkeys(("h1", "ii1-blocks", "ii2-blocks"), small) | dict(overrides or {})
+    settings = Settings([layout.descriptor], overrides=given, model=model, metrics=True)
+    with running(prepare(layout, settings, print, restart=False)) as background:
         yield RunningStack(background)

@@ -94,9 +94,9 @@ async def test_without_restart_a_killed_program_stays_down_until_started(tmp_pat
     watched = Watched(tmp_path, {"a": SLEEPER}, restart=False)
     await watched.supervisor.start()
     pid = watched.supervisor.pid("a")
-    await watched.supervisor.stop_one("a", signal.SIGKILL)
+    await watched.supervisor.kill("a")
     assert not psutil.pid_exists(pid)
-    await watched.supervisor.start_one("a")
+    await watched.supervisor.start_again("a")
     assert psutil.pid_exists(watched.supervisor.pid("a"))
     await watched.supervisor.stop()
 
@@ -172,10 +172,10 @@ def test_what_is_missing_expired_or_foreign_is_issued_again(layout: Layout) -> N
 def test_endpoints_describe_the_stack(stack: RunningStack) -> None:
     document = json.loads(stack.layout.endpoints.read_text())
     assert set(document) == {"ca", "envoy_admin", "roles", "identities", "scopes", "descriptor"}
-    assert set(document["roles"]) == {"index", "placement", "holders", "instances"}
+    assert set(document["roles"]) == {"index", "placement", "holders", "instances", "frontend"}
     assert set(document["roles"]["instances"]) == {"ii1", "ii2"}
     policy = Policy.load(stack.layout.policy.read_text())
-    known = {"is", "pc", "h1", "ii1", "ii2", "gateway", "client-demo", "client-other"}
+    known = {"is", "pc", "h1", "ii1", "ii2", "fe", "gateway", "client-demo", "client-other"}
     assert set(document["identities"]) == known | {"outsider"}
     for name, each in document["identities"].items():
         assert Path(each["cert"]).is_file()
@@ -187,7 +187,7 @@ def test_endpoints_describe_the_stack(stack: RunningStack) -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("name", ["index", "h1", "gateway", "envoy"])
+@pytest.mark.parametrize("name", ["index", "placement", "h1", "gateway", "envoy"])
 def test_each_process_can_be_killed_and_started_again(stack: RunningStack, name: str) -> None:
     pid = stack.pid(name)
     stack.restart(name)
@@ -212,7 +212,7 @@ def _up(layout: Layout) -> subprocess.Popen[str]:
 
     descriptor = layout.home / "small.json"
     descriptor.write_bytes(canonical(SMALL))
-    process = _kvspd(layout, "up", "--descriptor", str(descriptor))
+    process = _kvspd(layout, "up", "--no-engines", "--descriptor", str(descriptor))
     assert process.stdout is not None
     assert process.stdout.readline().startswith("kvsp is up"), process.communicate()
     return process
@@ -223,7 +223,7 @@ def _up(layout: Layout) -> subprocess.Popen[str]:
 def test_nothing_outlives_kvspd_up(layout: Layout, number: signal.Signals) -> None:
     process = _up(layout)
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 4
+    assert len(children) == 5
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == (-9 if number == signal.SIGKILL else 0)
@@ -237,10 +237,10 @@ def test_a_second_stack_on_the_same_port_says_so(layout: Layout) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", layout.port))
         taken.listen()
-        process = _kvspd(layout, "up", "--descriptor", str(layout.policy.with_name("x.json")))
+        process = _kvspd(layout, "up", "--no-engines", "--descriptor", str(layout.policy.with_name("x.json")))
         assert "no such file" in process.communicate(timeout=30)[1]
         (layout.home / "x.json").write_text("{}")
-        process = _kvspd(layout, "up", "--descriptor", str(layout.home / "x.json"))
+        process = _kvspd(layout, "up", "--no-engines", "--descriptor", str(layout.home / "x.json"))
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
     assert errors.count("\n") == 1

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvsp.protocol.errors import KvspError
 from tests.ucx import rig as peers
 from tests.ucx.rig import FABRICS, refused, rig, rogue_holder
+from ucx_transport import engine as engine_module
 from ucx_transport import server as server_module
 from ucx_transport import session
 from ucx_transport.engine import Connection
@@ -90,7 +92,7 @@ def test_keys_differ_by_session_and_number_and_names_are_redacted() -> None:
     assert "kkkk" not in repr(ticket)
     assert "tttt" not in repr(ticket)
     macs = {
-        session.Keys(ticket, hellos, i, write=False).proofs.request
+        session.Keys(ticket, hellos, i, write=False).proof(session.REQUEST)
         for hellos in (b"a" * 40, b"b" * 40)
         for i in range(3)
     }
@@ -114,24 +116,35 @@ def test_a_changed_or_moved_frame_does_not_open(change: int) -> None:
         keys.open(0, 0, memoryview(sealed), opened)
 
 
-async def _accept(connection: Connection, keys: session.Keys) -> None:
-    await connection.say(keys.proofs.accept)
+@pytest.mark.parametrize("sealed", [True, False])
+async def test_a_holder_that_does_not_know_the_key_is_given_nothing(sealed: bool) -> None:
+    async def impostor(connection: Connection, keys: session.Keys) -> None:
+        await connection.say(bytes(session.MAC_OCTETS))
+        with pytest.raises(KvspError):
+            await connection.receive(memoryview(bytearray(100 + keys.overhead)), keys.first_tag)
+
+    async with rig() as made, rogue_holder(sealed, (100,), impostor) as ticket:
+        assert "does not know" in str(await refused(made.write(ticket, bytes(100))))
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-async def test_a_holder_that_does_not_know_the_key_is_found_out(sealed: bool) -> None:
+async def test_nothing_is_taken_from_a_holder_that_does_not_know_the_key(
+    sealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tags and seals come from the key: it can guess neither."""
+    monkeypatch.setattr(engine_module, "STALL_S", 0.3)
+    monkeypatch.setattr(engine_module, "TICK_S", 0.05)
+
     async def impostor(connection: Connection, keys: session.Keys) -> None:
-        await connection.say(bytes(session.MAC_OCTETS))
-        await connection.send(memoryview(bytes(100 + keys.overhead)), keys.first_tag)
+        for tag in (0, 1, keys.first_tag ^ 1, *([keys.first_tag] if sealed else [])):
+            await connection.send(memoryview(bytes(100 + keys.overhead)), tag)
 
     async with rig() as made, rogue_holder(sealed, (100,), impostor) as ticket:
         await refused(made.read(ticket))
-        await refused(made.write(ticket, bytes(100)))
 
 
 async def test_a_frame_corrupted_on_its_way_is_found_out() -> None:
     async def corrupt(connection: Connection, keys: session.Keys) -> None:
-        await _accept(connection, keys)
         sealed = bytearray(116)
         keys.seal(0, 0, memoryview(bytes(100)), memoryview(sealed))
         sealed[50] ^= 0x10
@@ -146,7 +159,6 @@ async def test_a_frame_corrupted_on_its_way_is_found_out() -> None:
 @pytest.mark.parametrize("more", [-20, -8, 1, 1000])
 async def test_a_frame_of_another_length_is_found_out(sealed: bool, more: int, size: int) -> None:
     async def wrong_length(connection: Connection, keys: session.Keys) -> None:
-        await _accept(connection, keys)
         await connection.send(memoryview(os.urandom(size + keys.overhead + more)), keys.first_tag)
 
     async with rig() as made, rogue_holder(sealed, (size,), wrong_length) as ticket:

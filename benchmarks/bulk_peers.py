@@ -1,0 +1,206 @@
+"""What moves the same octets beside us: memcpy, raw TCP sockets, a bare ucxx loop, Redis, Mooncake.
+
+Each gives `Run`: move `count` blocks of `size`, `at_once` in flight, into memory that is there before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import _process as process
+from benchmarks.peers import free_port
+from benchmarks.ucx_probe import _bare, serve_bare
+
+Run = Callable[[int, int, int], float]
+"""Returns seconds."""
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def in_threads(at_once: int, count: int, make: Callable[[int], Callable[[], Any]]) -> float:
+    """`make(i)` gives what thread i calls until `count` calls are made in all. Returns seconds."""
+    calls = [make(i) for i in range(at_once)]
+    shares = [count // at_once + (i < count % at_once) for i in range(at_once)]
+
+    def work(call: Callable[[], Any], times: int) -> None:
+        for _ in range(times):
+            call()
+
+    began = time.perf_counter()
+    if at_once == 1:
+        work(calls[0], count)
+    else:
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, shares, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return time.perf_counter() - began
+
+
+def memcpy(size: int, at_once: int, count: int) -> float:
+    """From one buffer to another, for each in flight."""
+
+    def make(_: int) -> Callable[[], None]:
+        source, target = memoryview(bytearray(os.urandom(size))), memoryview(bytearray(size))
+
+        def copy() -> None:
+            target[:] = source
+
+        copy()
+        return copy
+
+    return in_threads(at_once, count, make)
+
+
+def _serve_tcp(pipe: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        while True:
+            peer, _ = listener.accept()
+            threading.Thread(target=_answer, args=(peer,), daemon=True).start()
+
+
+def _answer(peer: socket.socket) -> None:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    blocks: dict[int, memoryview] = {}
+    while asked := peer.recv(8, socket.MSG_WAITALL):
+        size = int.from_bytes(asked)
+        if size not in blocks:
+            blocks[size] = memoryview(os.urandom(size))
+        peer.sendall(blocks[size])
+
+
+@contextmanager
+def raw_tcp() -> Iterator[Run]:
+    """One connection per block in flight: ask, and recv_into."""
+    with _spawned(_serve_tcp) as port, ExitStack() as stack:
+        peers: list[socket.socket] = []
+
+        def run(size: int, at_once: int, count: int) -> float:
+            while len(peers) < at_once:
+                peers.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+                peers[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def make(i: int) -> Callable[[], None]:
+                target = memoryview(bytearray(size))
+
+                def fetch() -> None:
+                    peers[i].sendall(size.to_bytes(8))
+                    got = 0
+                    while got < size:
+                        got += peers[i].recv_into(target[got:])
+
+                fetch()
+                return fetch
+
+            return in_threads(at_once, count, make)
+
+        yield run
+
+
+@contextmanager
+def bare_ucxx() -> Iterator[Run]:
+    """Tag send and receive, one block at a time, whatever `at_once` says: what UCX gives by itself here."""
+    with _spawned(serve_bare) as port:
+        fetch = _bare(None, port)
+        assert fetch is not None
+        yield lambda size, _, count: sum(fetch(size) for _ in range(count))
+
+
+@contextmanager
+def _spawned(serve: Callable[[Any], None]) -> Iterator[Any]:
+    """A process that says something once it serves; that is yielded."""
+    here, there = SPAWN.Pipe()
+    server = SPAWN.Process(target=serve, args=(there,), daemon=True)
+    server.start()
+    try:
+        yield here.recv()
+    finally:
+        server.kill()
+        server.join()
+
+
+@contextmanager
+def redis(folder: Path) -> Iterator[Run]:
+    """GET over plain TCP, with hiredis."""
+    import redis as client
+
+    port = free_port()
+    command = [
+        "redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
+        "--dir", str(folder), "--proto-max-bulk-len", "1gb",
+    ]  # fmt: skip
+    with process(command, port):
+        connections: list[client.Redis] = []
+        known: set[int] = set()
+
+        def run(size: int, at_once: int, count: int) -> float:
+            while len(connections) < at_once:
+                connections.append(client.Redis(port=port))
+            if size not in known:
+                connections[0].set(str(size), os.urandom(size))
+                known.add(size)
+
+            def make(i: int) -> Callable[[], object]:
+                connections[i].get(str(size))
+                return lambda: connections[i].get(str(size))
+
+            return in_threads(at_once, count, make)
+
+        yield run
+
+
+@contextmanager
+def mooncake(python: Path) -> Iterator[Run]:
+    """Mooncake's store over TCP: get_into from another process. `python` is of an environment that has it."""
+    master = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        binary = next(python.parent.parent.glob("lib/python*/site-packages/mooncake/mooncake_master"))
+        port = master.rpartition(":")[2]
+        command = [str(binary), f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+        stack.enter_context(process(command, int(port)))
+        script = str(Path(__file__).with_name("bulk_mooncake.py"))
+
+        def start(role: str) -> subprocess.Popen[str]:
+            return stack.enter_context(_talking([str(python), script, role, master, f"127.0.0.1:{free_port()}"]))
+
+        owner, client = start("owner"), start("client")
+        assert owner.stdout is not None
+
+        def run(size: int, at_once: int, count: int) -> float:
+            return float(_ask(owner, f"{size}") and _ask(client, f"{size} {at_once} {count}"))
+
+        yield run
+
+
+@contextmanager
+def _talking(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    made = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield made
+    finally:
+        with suppress(BrokenPipeError):
+            made.communicate("\n", timeout=10)
+
+
+def _ask(peer: subprocess.Popen[str], words: str) -> str:
+    assert peer.stdin is not None
+    assert peer.stdout is not None
+    peer.stdin.write(words + "\n")
+    peer.stdin.flush()
+    answer = peer.stdout.readline().strip()
+    if not answer:
+        raise RuntimeError(f"{peer.args!r} said nothing")
+    return answer
