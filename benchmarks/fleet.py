@@ -226,7 +226,7 @@ async def instance(background: Background) -> AsyncIterator[Instance]:
         return Scheduler(engine, hear, batch_size=config.batch_size)
 
     async with hosted(config, load_policy(config.policy), engine, schedule, TierNews()) as host:
-        while not host.state._is_known:  # by the controller: until then it admits nothing
+        while not host.state.is_known:  # by the controller: until then it admits nothing
             await asyncio.sleep(0.01)
         yield Instance(host, engine, scope_key, engine._vocabulary, watch)
 

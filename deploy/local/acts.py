@@ -35,11 +35,16 @@ class Act:
 
 @dataclass
 class Reuse(Act):
-    """Act 1: one instance computes a document; then questions about it on it, on the other, and from scratch."""
+    """Act 1: an instance computes a document and a question; then what is known of it is not computed again.
 
-    computed: Answer = field(default_factory=Answer)
+    `again` is the same request; `fetched` another question about the document while `drained` takes no requests,
+    and `scratch` the same in a scope that knows nothing of it.
+    """
+
     blocks: int = 0
-    resident: Answer = field(default_factory=Answer)
+    computed: Answer = field(default_factory=Answer)
+    again: Answer = field(default_factory=Answer)
+    drained: str = ""
     fetched: Answer = field(default_factory=Answer)
     scratch: Answer = field(default_factory=Answer)
 
@@ -47,21 +52,21 @@ class Reuse(Act):
 def reuse(fleet: Fleet) -> Reuse:
     """Run act 1."""
     act = Reuse()
-    question = prompts.prompt(1, 1)
-    act.computed = fleet.ask(prompts.prompt(1, 0), NEW_TOKENS)
-    act.blocks = fleet.wait_published(prompts.shared(1))
-    act.resident = fleet.ask(question, NEW_TOKENS)
-    with fleet.drained(place(act.resident)):
-        act.fetched = fleet.ask(question, NEW_TOKENS)
-        act.scratch = fleet.ask(question, NEW_TOKENS, scope=OTHER_SCOPE)
-    act.require(
-        place(act.resident) == place(act.computed), "placement did not choose the instance with the blocks"
-    )
-    act.require(place(act.fetched) != place(act.resident), "a draining instance was given a request")
+    first, second = prompts.prompt(1, 0), prompts.prompt(1, 1)
+    act.computed = fleet.ask(first, NEW_TOKENS)
+    act.blocks = fleet.wait_published(first)
+    fleet.settle()
+    act.again = fleet.ask(first, NEW_TOKENS)
+    act.drained = place(act.computed)
+    with fleet.drained(act.drained):
+        act.fetched = fleet.ask(second, NEW_TOKENS)
+        act.scratch = fleet.ask(second, NEW_TOKENS, scope=OTHER_SCOPE)
     act.require(act.scratch.cached_tokens == 0, "the other scope shares blocks")
-    for name, answer in (("on the same instance", act.resident), ("on the other instance", act.fetched)):
+    act.require(place(act.fetched) != act.drained, "a draining instance was given a request")
+    for name, answer, like in (("again", act.again, act.computed), ("fetched", act.fetched, act.scratch)):
+        _require_cheapest(act, answer, name)
         _require_reused(act, answer, name)
-        act.require(answer.text == act.scratch.text, f"tokens {name} differ from those of a run from scratch")
+        act.require(answer.text == like.text, f"{name}: tokens differ from those of a run from scratch")
     return act
 
 
@@ -94,12 +99,14 @@ def prefetch(fleet: Fleet) -> Prefetch:
         status = fleet.directive(act.instance, assigned.directive)
         act.loaded_s = time.perf_counter() - started
         act.state, act.loaded = status.state, len(status.loaded)
+        fleet.settle()
         act.answer = fleet.ask(question, NEW_TOKENS)
         act.scratch = fleet.ask(question, NEW_TOKENS, scope=OTHER_SCOPE)
     act.require(act.state == "complete", f"the directive is {act.state}")
     act.require(act.loaded >= act.blocks, f"{act.loaded} of {act.blocks} blocks were loaded")
     act.require(act.instance != place(computed), "a draining instance was directed to load")
     act.require(place(act.answer) == act.instance, "the request went elsewhere than its blocks")
+    _require_cheapest(act, act.answer, "after the prefetch")
     _require_reused(act, act.answer, "after the prefetch")
     act.require(act.answer.text == act.scratch.text, "tokens differ from those of a run from scratch")
     return act
@@ -173,7 +180,14 @@ def _pause(pieces: list[float], kill: int) -> float:
 
 
 def _require_reused(act: Act, answer: Answer, when: str) -> None:
-    """All complete blocks but the last, which may hold the token that must be computed."""
-    act.require(
-        answer.cached_tokens > 0.9 * answer.prompt_tokens, f"little was reused {when}: {answer.cached_tokens}"
-    )
+    """All complete blocks but those of the question."""
+    reused = answer.cached_tokens > 0.9 * answer.prompt_tokens
+    act.require(reused, f"{when}: {answer.cached_tokens} of {answer.prompt_tokens} tokens were reused")
+
+
+def _require_cheapest(act: Act, answer: Answer, when: str) -> None:
+    """The request went to the active instance with the lowest cost (R-119)."""
+    costs = {each["instance"]: each.get("cost_us") for each in answer.placement.get("candidates", ())}
+    known = [cost for cost in costs.values() if cost is not None]
+    chosen = costs.get(answer.placement.get("instance"))
+    act.require(chosen is not None and chosen == min(known), f"{when}: another instance would have cost less")

@@ -48,12 +48,14 @@ def run_demo(background: Background, json_out: bool = False, long_tokens: int = 
 def _show_reuse(console: Console, act: Reuse) -> None:
     table = _requests()
     _request(table, "computed and published", act.computed)
-    _request(table, "another, same instance", act.resident)
-    _request(table, "the same, KV fetched", act.fetched)
+    _request(table, "the same again", act.again)
+    _request(table, "another question", act.fetched)
     _request(table, "the same, from scratch", act.scratch)
     console.print(table)
-    _explain(console, "Why the same instance", act.resident)
-    _explain(console, "Why the other one, while the first is drained", act.fetched)
+    _explain(console, f"Why {place(act.again)}, asked again", act.again)
+    _explain(
+        console, f"Why {place(act.fetched)} for another question, while {act.drained} is drained", act.fetched
+    )
     _agree(console, act, f"{act.blocks} blocks shared, every layer verified; tokens equal a run from scratch.")
 
 

@@ -32,6 +32,7 @@ SCOPE: Final = "demo"
 GREEDY: Final = {"temperature": 0.0}
 POLL_S: Final = 0.02
 PATIENCE_S: Final = 30.0
+IDLE_OVERVIEWS: Final = 2
 
 
 class Fleet:
@@ -141,6 +142,20 @@ class Fleet:
     def epochs(self, *instances: str) -> dict[str, int]:
         """Epochs of instances, of all by default, once they are active."""
         return self._background.call(self._background.stack.wait_active(*(instances or INSTANCES)))
+
+    def settle(self) -> None:
+        """Wait until the controller, whose costs count on it, has heard that all instances are idle."""
+        self._background.call(self._settled())
+
+    async def _settled(self) -> None:
+        idle = 0
+        async with self._background.stack.controller() as controller:
+            async for overview in controller.watch():
+                busy = any(each.running or each.queued for each in overview.instances)
+                # An overview a second, a status every half: what one shows twice was reported in between.
+                idle = 0 if busy else idle + 1
+                if idle == IDLE_OVERVIEWS:
+                    return
 
     def kill(self, instance: str) -> None:
         """kill -9 of an engine and of the holder beside it, at once."""

@@ -138,6 +138,8 @@ class PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._kept = tokens
 
     def _holds_rows(self) -> bool:
+        if self.keys is None:
+            return False
         # By storage: an empty tensor has no address of its own.
         storages = [tensor.untyped_storage().data_ptr() for tensor in (self.keys, self._rows[0])]
         return storages[0] == storages[1] and self.keys.storage_offset() == 0

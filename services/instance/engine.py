@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvsp.connectors.prefix import PrefixCache
     from services.instance.device import DeviceTier
 
+
 class TokensUnknown(Exception):  # noqa: N818  (a turn of events, not a fault of the caller)
     """KV has to be computed for positions whose tokens are not known."""
 
@@ -82,8 +83,8 @@ class Sampled:
 class BlockDone:
     """A complete block that was computed here, as a KVB1 container of all layers, codec raw (R-030 ... R-034).
 
-    `block` is its number in the sequence of prompt and output. Blocks that were loaded are not reported. The prompt's
-    blocks come after the first token was sampled, so that it is not late for them.
+    `block` is its number in the sequence of prompt and output. Blocks that were loaded are not reported. The
+    prompt's blocks come after the first token was sampled, so that it is not late for them.
     """
 
     session: str
@@ -94,8 +95,8 @@ class BlockDone:
 
 @dataclass(frozen=True)
 class PrefixLost:
-    """Loading ended at `blocks` blocks and the tokens that follow are not known, or, to go on, the last of the prompt
-    has to be computed again and is not known.
+    """Loading ended at `blocks` blocks and the tokens that follow are not known, or, to go on, the last of the
+    prompt has to be computed again and is not known.
 
     The session waits for `Scheduler.provide_tokens`, without end: the caller bounds the wait and cancels.
     """
@@ -181,9 +182,10 @@ class Engine(Protocol[S]):
     def prefix(self, blocks: int, room: int) -> PrefixCache:
         """Room for `blocks` loaded blocks and `room` tokens that follow (rest of the prompt and all output).
 
-        The loader writes to `rows(layer, block)`; it calls `arrival.advance(l + 1)` once layer l of every block has
-        been verified and none will be written to any more, `arrival.shorten(b)` when block b cannot be had (and goes
-        on to advance for the blocks before it), `arrival.fail(error)` on any other fault, which ends the session.
+        The loader writes to `rows(layer, block)`; it calls `arrival.advance(l + 1)` once layer l of every block
+        has been verified and none will be written to any more, `arrival.shorten(b)` when block b cannot be had
+        (and goes on to advance for the blocks before it), `arrival.fail(error)` on any other fault, which ends the
+        session.
         """
         ...
 
@@ -194,8 +196,8 @@ class Engine(Protocol[S]):
     def prefill(self, sequence: S) -> int:
         """Compute the next chunk of what is known; returns its tokens. Not to be called when `ready`.
 
-        Waits for layers that are still arriving. Raises PrefixShortened (then call `rewind`), Interrupted (the wait
-        was cut short by `arrival.interrupt`; call again), TokensUnknown, or what the loader failed with.
+        Waits for layers that are still arriving. Raises PrefixShortened (then call `rewind`), Interrupted (the
+        wait was cut short by `arrival.interrupt`; call again), TokensUnknown, or what the loader failed with.
         """
         ...
 
@@ -204,7 +206,7 @@ class Engine(Protocol[S]):
         ...
 
     def provide(self, sequence: S, tokens: Sequence[int]) -> None:
-        """Tell the tokens of the first positions. Raises ValueError when they do not reach those that are known."""
+        """Tell the tokens of the first positions. Raises ValueError when they end before those that are known."""
         ...
 
     def sample(self, sequence: S) -> int:
@@ -212,7 +214,7 @@ class Engine(Protocol[S]):
         ...
 
     def step(self, sequences: Sequence[S]) -> dict[int, Exception]:
-        """Compute one token of each, after which they are `ready`; returns what failed, by place in `sequences`."""
+        """Compute one token of each, then they are `ready`; returns what failed, by place in `sequences`."""
         ...
 
     def export(self, sequence: S, block: int) -> bytes:

@@ -1,8 +1,9 @@
-"""One token of each of several sessions in one forward pass, without padding.
+"""Attention of this engine's own, through the registry that transformers has for it.
 
-The tokens stand side by side as one sequence, each with its own position; all layers but attention treat rows alike.
-Attention is replaced, through the registry that transformers has for it, by one that takes each row to the keys and
-values of its own session.
+It makes a ragged forward pass possible: one token of each of several sessions, without padding. The tokens stand
+side by side as one sequence, each with its own position; all layers but attention treat rows alike, and attention
+takes each row to the keys and values of its own session. It also spares prefill the copies of keys and values that
+transformers makes for grouped queries when there is a mask.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a row to each; what attention reads of the layer is then in `states`."""
+        del args, kwargs
         self.states = [
             cache.update(key_states[:, :, at : at + 1], value_states[:, :, at : at + 1], layer_idx)
             for at, cache in enumerate(self._caches)
@@ -59,19 +61,34 @@ def attention(
     ragged: RaggedCache | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it; as usual unless `ragged` is passed to the model."""
-    if ragged is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return output, None
+    """Attention as transformers calls it; over each session's own states if `ragged` is passed to the model."""
     if any(options.get(name) is not None for name in _UNSUPPORTED):
         raise NotImplementedError("a kind of attention that is not computed by rows")
+    if ragged is None:
+        return _attend(module, query, key, value, attention_mask, options), None
     window = options.get("sliding_window")
     rows = []
     for at, (keys, values) in enumerate(ragged.states):
         seen = (keys, values) if window is None else (keys[:, :, -window:], values[:, :, -window:])
-        row, _ = sdpa_attention_forward(module, query[:, :, at : at + 1], *seen, None, **options)
-        rows.append(row)
+        rows.append(_attend(module, query[:, :, at : at + 1], *seen, None, options))
     return torch.cat(rows, dim=1), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Queries [1, heads, new, dim] over keys and values [1, kv_heads, tokens, dim]; returns [1, new, heads, dim]."""
+    if mask is None:
+        output: torch.Tensor = sdpa_attention_forward(module, query, key, value, None, **options)[0]
+        return output
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
+    ).transpose(1, 2).contiguous()  # fmt: skip
 
 
 AttentionInterface.register(NAME, attention)
@@ -94,7 +111,7 @@ def forward(model: Any, caches: Sequence[PrefixCache], tokens: Sequence[int], po
 
 
 def enable(model: Any, descriptor: Descriptor) -> bool:
-    """Let the model take part in `forward`. False, and nothing is changed, when it cannot, as a trial shows."""
+    """Let the model use `attention`. False, and nothing is changed, when it cannot, as a trial shows."""
     usual = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
@@ -104,7 +121,7 @@ def enable(model: Any, descriptor: Descriptor) -> bool:
     except Exception as error:  # whatever a model that was not made for it does
         reason = type(error).__name__
     model.set_attn_implementation(usual)
-    _log.warning("sessions are computed one by one: the model has no ragged forward", reason=reason)
+    _log.warning("sessions are computed one by one: the model cannot use the engine's attention", reason=reason)
     return False
 
 

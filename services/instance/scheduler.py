@@ -1,8 +1,9 @@
 """One thread that computes for all sessions: continuous batching with chunked prefill.
 
-Sessions join and leave between turns. A turn samples for every session that is ready, computes one token of each, and
-then one chunk of one prompt: decoding never waits for a whole prefill. A session whose prefix is still arriving is
-computed layer by layer as it comes, if there is nothing else to do; once there is, its wait moves off the thread.
+Sessions join and leave between turns. A turn samples for every session that is ready, computes one token of each,
+and then one chunk of one prompt: decoding never waits for a whole prefill. A session whose prefix is still
+arriving is computed layer by layer as it comes, if there is nothing else to do; once there is, its wait moves off
+the thread.
 """
 
 from __future__ import annotations
@@ -90,7 +91,12 @@ class Scheduler(Generic[S]):
     """
 
     def __init__(
-        self, engine: Engine[S], on_event: Callable[[Event], None], *, batch_size: int = 16, kv_octets: int = 4 << 30
+        self,
+        engine: Engine[S],
+        on_event: Callable[[Event], None],
+        *,
+        batch_size: int = 16,
+        kv_octets: int = 4 << 30,
     ) -> None:
         self._engine = engine
         self._on_event = on_event
@@ -110,7 +116,7 @@ class Scheduler(Generic[S]):
         self._thread.start()
 
     def submit(self, work: Work) -> None:
-        """Take a session. Raises KvspError (400) when it cannot be run here, ValueError when it is there already."""
+        """Take a session. Raises KvspError (400) when it cannot be run, ValueError when it is there already."""
         positions = min(work.prompt_tokens + work.max_tokens, self._engine.positions_max)
         if (octets := positions * self._token_octets) > self._kv_octets:
             raise bad_request("session would need more memory than there is")

@@ -18,8 +18,8 @@ EXPLAINED: Final = 4
 
 RUNS_MAX: Final = 1024
 """Runs that are planned for one request: what a decision may take is bounded. A prompt has as many runs as there
-are places in it where holders begin or end. Where each block has other sources, not all instances are estimated that
-might be the cheapest, but those with the least bounds."""
+are places in it where holders begin or end. Where each block has other sources, not all instances are estimated
+that might be the cheapest, but those with the least bounds."""
 
 SOURCES_MAX: Final = 4
 """Sources that a directive names for a block: the fastest, and some to turn to."""

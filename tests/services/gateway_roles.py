@@ -59,6 +59,23 @@ PLAN: dict[str, Any] = {
 STATE: dict[str, Any] = {"state": "draining"}
 
 
+CASES = {
+    "status": ("PUT", STATUS_PATH, STATUS, II1),
+    "checkpoint": ("PUT", CHECKPOINT_PATH, CHECKPOINT, II1),
+    "prefetch": ("POST", "/ii1/prefetch", PREFETCH, PC),
+    "directive": ("GET", DIRECTIVE_PATH, None, PC),
+    "resume": ("POST", RESUME_PATH, RESUME, PC),
+    "reshard": ("POST", "/ii1/reshard", PLAN, PC),
+    "state": ("PUT", "/ii1/state", STATE, PC),
+}
+TEMPLATES = {
+    "status": "instances/{instance_id}/status",
+    "checkpoint": "sessions/{session}/checkpoint",
+    "directive": "prefetch/{directive}",
+    "resume": "sessions/{session}/resume",
+}
+
+
 @dataclass
 class Scripted:
     """What a role was asked, by whom; `fail` is what it answers with when set."""
@@ -241,3 +258,15 @@ backend.address = "unix:{folder}/frontend.sock"
     def chat(self, body: bytes = b"{}", path: str = "v1/completions", **changes: Any) -> Response:
         headers = {"content-type": "application/json"} | changes.pop("headers", {})
         return self.request("POST", f"/fe/{path}", body, headers, **changes)
+
+
+def ask(roles: Roles, name: str, principal: str | None = None, **changes: Any) -> Response:
+    """A good request, but for `changes` of the body's members."""
+    method, target, body, allowed = CASES[name]
+    if body is None:
+        return roles.request(method, target, principal=principal or allowed)
+    return roles.json(method, target, body | changes, principal or allowed)
+
+
+def server_of(roles: Roles, name: str) -> Scripted:
+    return roles.placement if CASES[name][1].startswith("/pc/") else roles.instance

@@ -14,6 +14,7 @@ from kvsp.protocol.names import party_id
 from kvsp.protocol.routes import ROUTES
 from tests.services.gateway_harness import CLIENT, FOREIGN, NOWHERE, Response, make_block, read_response, store
 from tests.services.gateway_roles import (
+    CASES,
     CHECKPOINT,
     CHECKPOINT_PATH,
     DIRECTIVE,
@@ -25,45 +26,17 @@ from tests.services.gateway_roles import (
     PC,
     PLAN,
     PREFETCH,
-    RESUME,
-    RESUME_PATH,
     SESSION,
-    STATE,
     STATUS,
     STATUS_PATH,
+    TEMPLATES,
     Roles,
-    Scripted,
+    ask,
+    server_of,
 )
 
 JSON = {"content-type": "application/kvsp+json"}
-CASES = {
-    "status": ("PUT", STATUS_PATH, STATUS, II1),
-    "checkpoint": ("PUT", CHECKPOINT_PATH, CHECKPOINT, II1),
-    "prefetch": ("POST", "/ii1/prefetch", PREFETCH, PC),
-    "directive": ("GET", DIRECTIVE_PATH, None, PC),
-    "resume": ("POST", RESUME_PATH, RESUME, PC),
-    "reshard": ("POST", "/ii1/reshard", PLAN, PC),
-    "state": ("PUT", "/ii1/state", STATE, PC),
-}
-TEMPLATES = {
-    "status": "instances/{instance_id}/status",
-    "checkpoint": "sessions/{session}/checkpoint",
-    "directive": "prefetch/{directive}",
-    "resume": "sessions/{session}/resume",
-}
 WITH_BODY = sorted(set(CASES) - {"directive"})
-
-
-def ask(roles: Roles, name: str, principal: str | None = None, **changes: Any) -> Response:
-    """A good request, but for `changes` of the body's members."""
-    method, target, body, allowed = CASES[name]
-    if body is None:
-        return roles.request(method, target, principal=principal or allowed)
-    return roles.json(method, target, body | changes, principal or allowed)
-
-
-def server_of(roles: Roles, name: str) -> Scripted:
-    return roles.placement if CASES[name][1].startswith("/pc/") else roles.instance
 
 
 def decoded(response: Response) -> Any:
@@ -229,9 +202,7 @@ def test_foreign_and_nonexistent_scopes_look_alike(roles: Roles, name: str) -> N
 
 @pytest.mark.spec("R-104", "R-070")
 def test_status_of_another_instance_is_403_before_its_body_is_looked_at(roles: Roles) -> None:
-    target = STATUS_PATH.replace(STATUS["instance"], II2_URI)
     foreign = f"/pc/instances/{party_id(II2_URI)}/status"
-    assert target != foreign
     assert roles.json("PUT", foreign, STATUS, II1).status == 403
     assert roles.request("PUT", foreign, b"{", JSON, II1).status == 403
 

@@ -90,7 +90,9 @@ async def test_models_of_many_kinds_run_and_reuse_prefixes(name: str, batch_inva
 async def test_a_ragged_batch_answers_as_transformers_does() -> None:
     one = engine(batch_invariant=False)
     assert one.ragged
-    works = [work(tokens_of(seed, length), 15, session=str(seed)) for seed, length in enumerate((61, 1, 40, 24, 70))]
+    works = [
+        work(tokens_of(seed, length), 15, session=str(seed)) for seed, length in enumerate((61, 1, 40, 24, 70))
+    ]
     with bench(one, batch_size=4) as made:
         outcomes = await made.run(*works)
     model = small_llama()
@@ -103,9 +105,7 @@ async def test_a_ragged_batch_answers_as_transformers_does() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_a_ragged_batch_are_those_of_single_passes_but_for_rounding(dtype: torch.dtype) -> None:
     one = engine(batch_invariant=False, dtype=dtype)
-    ragged, single = [
-        [one.begin(work(tokens_of(seed, 10 + 20 * seed))) for seed in range(4)] for _ in range(2)
-    ]
+    ragged, single = [[one.begin(work(tokens_of(seed, 10 + 20 * seed))) for seed in range(4)] for _ in range(2)]
     for sequence in (*ragged, *single):
         while not sequence.ready:
             one.prefill(sequence)
@@ -148,6 +148,7 @@ SECTION = DESCRIPTOR.section_octets
 
 def block_of(number: int) -> bytes:
     """A container whose octets say which block, layer and section they are of."""
+
     def section(layer: int, which: int) -> bytes:
         return bytes([number, layer, which, 7]) * (SECTION // 4)
 

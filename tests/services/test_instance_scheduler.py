@@ -55,9 +55,7 @@ def gated(invariant: TorchEngine) -> Iterator[list[int]]:
     """Which layers the model has been through."""
     been: list[int] = []
     layers = invariant._model.model.layers
-    hooks = [
-        layer.register_forward_hook(lambda *_, at=at: been.append(at)) for at, layer in enumerate(layers)
-    ]
+    hooks = [layer.register_forward_hook(lambda *_, at=at: been.append(at)) for at, layer in enumerate(layers)]
     yield been
     for hook in hooks:
         hook.remove()

@@ -26,10 +26,13 @@ def test_the_demo_succeeds(fleet: RunningStack, capfd: pytest.CaptureFixture[str
     assert all(act["failures"] == [] for act in acts.values())
     reuse, prefetch, crash = acts["reuse"], acts["prefetch"], acts["crash"]
     assert reuse["computed"]["cached_tokens"] == 0
-    assert reuse["fetched"]["cached_tokens"] >= reuse["blocks"] * 32
-    assert reuse["resident"]["placement"]["instance"] != reuse["fetched"]["placement"]["instance"]
-    costs = {each["instance"]: each["cost_us"] for each in reuse["resident"]["placement"]["candidates"]}
-    assert min(costs, key=lambda uri: costs[uri]) == reuse["resident"]["placement"]["instance"]
+    assert reuse["again"]["cached_tokens"] == reuse["blocks"] * 32
+    fetches = {each["instance"]: each["fetch_us"] for each in reuse["again"]["placement"]["candidates"]}
+    assert fetches[reuse["computed"]["placement"]["instance"]] == 0
+    assert len(fetches) == 2
+    (only,) = reuse["fetched"]["placement"]["candidates"]
+    assert only["instance"] == reuse["fetched"]["placement"]["instance"]
+    assert only["instance"] != reuse["computed"]["placement"]["instance"]
     assert prefetch["state"] == "complete"
     assert prefetch["loaded"] >= prefetch["blocks"]
     assert {loss["sampler"] for loss in crash["losses"]} == {"greedy", "seeded top-p"}
