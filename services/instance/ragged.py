@@ -65,12 +65,12 @@ def attention(
     if any(options.get(name) is not None for name in _UNSUPPORTED):
         raise NotImplementedError("a kind of attention that is not computed by rows")
     if ragged is None:
-        return _attend(module, query, key, value, attention_mask, options), None
+        return _attend(module, query, key, value, attention_mask, **options), None
     window = options.get("sliding_window")
     rows = []
     for at, (keys, values) in enumerate(ragged.states):
         seen = (keys, values) if window is None else (keys[:, :, -window:], values[:, :, -window:])
-        rows.append(_attend(module, query[:, :, at : at + 1], *seen, None, options))
+        rows.append(_attend(module, query[:, :, at : at + 1], *seen, None, **options))
     return torch.cat(rows, dim=1), None
 
 
@@ -80,9 +80,9 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    options: dict[str, Any],
+    **options: Any,
 ) -> torch.Tensor:
-    """Queries [1, heads, new, dim] over keys and values [1, kv_heads, tokens, dim]; returns [1, new, heads, dim]."""
+    """Queries [1, heads, new, dim], keys and values [1, kv_heads, tokens, dim]; returns [1, new, heads, dim]."""
     if mask is None:
         output: torch.Tensor = sdpa_attention_forward(module, query, key, value, None, **options)[0]
         return output

@@ -51,8 +51,8 @@ class Entry(Generic[S]):
 
     work: Work
     sequence: S
-    octets: int
-    """Of KV memory that it may come to need."""
+    positions: int
+    """The most tokens that it may have, which KV memory is kept for."""
     cancelled: bool = False
     overlap: bool = True
     """May be computed while its prefix is arriving."""
@@ -86,8 +86,9 @@ class Entry(Generic[S]):
 class Scheduler(Generic[S]):
     """Runs sessions on `engine` and tells what happens to `on_event`, on the event loop it was made on.
 
-    At most `batch_size` sessions run at a time, with at most `kv_octets` of KV memory; others wait in the order of
-    their submission. Methods may be called on any thread and do not wait for compute, but for `close`.
+    At most `batch_size` sessions run at a time, with at most `kv_octets` of KV memory, which is kept for all their
+    tokens from the start; others wait in the order of their submission. Methods may be called on any thread and do
+    not wait for compute, but for `close`.
     """
 
     def __init__(
@@ -102,9 +103,7 @@ class Scheduler(Generic[S]):
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self._batch_size = batch_size
-        self._kv_octets = kv_octets
-        descriptor = engine.descriptor
-        self._token_octets = 2 * descriptor.section_octets * descriptor.layers // descriptor.block_tokens
+        self._positions = kv_octets * engine.descriptor.block_tokens // engine.descriptor.payload_octets
         self._prefill_rate, self._decode_rate = engine.rates
         self._changed = threading.Condition()
         self._entries: dict[tuple[str, int], Entry[S]] = {}
@@ -117,10 +116,10 @@ class Scheduler(Generic[S]):
 
     def submit(self, work: Work) -> None:
         """Take a session. Raises KvspError (400) when it cannot be run, ValueError when it is there already."""
-        positions = min(work.prompt_tokens + work.max_tokens, self._engine.positions_max)
-        if (octets := positions * self._token_octets) > self._kv_octets:
-            raise bad_request("session would need more memory than there is")
-        entry = Entry(work, self._engine.begin(work), octets)
+        if work.prompt_tokens >= self._positions:
+            raise bad_request("prompt needs more memory than there is")
+        positions = min(work.prompt_tokens + work.max_tokens, self._engine.positions_max, self._positions)
+        entry = Entry(work, self._engine.begin(work), positions)
         with self._changed:
             if entry.key in self._entries:
                 raise ValueError("session is there already")
@@ -155,7 +154,7 @@ class Scheduler(Generic[S]):
             return Stats(
                 running=len(self._running),
                 queued=len(self._queue),
-                kv_utilization=min(1.0, self._taken() / self._kv_octets),
+                kv_utilization=self._taken() / self._positions,
                 prefill_tokens_per_s=self._prefill_rate,
                 decode_tokens_per_s=self._decode_rate,
             )
@@ -190,10 +189,10 @@ class Scheduler(Generic[S]):
         """There is a place for the first in the queue."""
         if not self._queue or len(self._running) >= self._batch_size:
             return False
-        return self._taken() + self._queue[0].octets <= self._kv_octets
+        return self._taken() + self._queue[0].positions <= self._positions
 
     def _taken(self) -> int:
-        return sum(entry.octets for entry in self._running)
+        return sum(entry.positions for entry in self._running)
 
     def _overlapped(self) -> Entry[S] | None:
         """A session that may begin before its prefix is there."""
@@ -263,7 +262,7 @@ class Scheduler(Generic[S]):
         length, work = entry.sequence.length, entry.work
         if token in work.stop_tokens:
             return "stop"
-        if length - work.prompt_tokens >= work.max_tokens or length >= self._engine.positions_max:
+        if length - work.prompt_tokens >= work.max_tokens or length >= entry.positions:
             return "length"
         return None
 

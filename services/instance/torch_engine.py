@@ -47,7 +47,7 @@ CHUNK_TOKENS: Final = 256
 
 Longer chunks read the weights less often; shorter ones hold up others' decoding less, and cost less where a loaded
 prefix ends inside one. CPU time of 2,000 tokens of the demo model against one pass over them all, with the last
-chunk's padding: 64: 1.25, 128: 1.15, 256: 1.05, 512: 1.02.
+chunk's padding: 64: 1.25, 128: 1.15, 256: 1.04, 512: 1.02.
 """
 
 THREADS_MAX: Final = 8

@@ -30,8 +30,9 @@ from tests.services.instance_engine import CHUNK, B, alone, bench, engine, loade
 
 PROMPT = tokens_of(5, 61)
 SMALL: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "pad_token_id": 0,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3,
+    "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SMALL),

@@ -96,7 +96,7 @@ async def test_a_layer_is_computed_while_the_next_is_on_its_way(
 ) -> None:
     prefix = arriving(invariant, whole)
     layers = invariant._model.model.layers
-    # Layer l+1 is there only after the model has been through layer l: were it to wait for all, this would not end.
+    # Layer l+1 is there only after the model has been through layer l: were all waited for, this would never end.
     hooks = [
         layer.register_forward_hook(lambda *_, at=at: prefix.arrival.advance(at + 2))
         for at, layer in enumerate(layers[:-1])
@@ -301,7 +301,10 @@ async def test_kv_memory_is_bounded(invariant: TorchEngine) -> None:
         with pytest.raises(KvspError):
             made.scheduler.submit(work(PROMPT, 20))
         assert made.scheduler.stats().kv_utilization == 0.0
-    assert most == pytest.approx(0.8)
+        # Output that would need more ends earlier.
+        [cut] = await made.run(work(tokens_of(1, 45), 10, session="long"))
+    assert most == pytest.approx(1.0)
+    assert (len(cut.tokens), cut.finished.reason) == (5, "length")
 
 
 async def test_rates_are_measured(invariant: TorchEngine) -> None:
