@@ -128,10 +128,12 @@ class Instance:
     async def load_alone(self, prompt: Sequence[int]) -> tuple[float, Any]:
         """Lookup and loading into a cache, nothing computed."""
         began = time.perf_counter()
+        self.loading.lull.begin(prompt[0])  # as when a session waits: what is loaded is stored afterwards
         plan = await self.loading.prefixes.find(self.scope_id, self.keys(prompt))
         cache = self.engine.prefix(len(plan.blocks), len(prompt) + 8 - len(plan.blocks) * BLOCK)
         await self.loading.prefixes.fill(plan, cache, self.loading.holders.links())
         took = time.perf_counter() - began
+        self.loading.lull.end(prompt[0])
         require(cache.prefix_tokens == len(self.keys(prompt)) * BLOCK, "not all of the prefix was loaded")
         return took, cache
 
@@ -333,7 +335,7 @@ def run() -> list[Row]:
         asyncio.run(in_process(background, losses, samples))
     for name in samples.of:
         timing = samples.timing(name)
-        print(f"{name}: {1000 * timing.seconds:.1f} ms, spread {timing.spread:.0%}")
+        print(f"{name}: {1000 * timing.seconds:.1f} ms, spread {timing.spread:.0%}", flush=True)
     return [*_first_tokens(samples), *_costs(samples)]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
+
+import grpc
 
 from kvsp.bulk.source import BlockReader, BlockWriter, Capabilities, Piece, Transfer
 from kvsp.protocol import limits
@@ -47,13 +50,23 @@ class _Reader:
             holder_pb2.ReadBlockRequest(transfer=transfer.id), metadata=speak_for(transfer.principal)
         )
         async with translated():
-            async for chunk in self._call:
+            while (chunk := await self._next()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 left -= len(chunk.octets)
                 if left < 0:
                     break
                 yield chunk.octets
         if left:
             raise unavailable("the holder sent another number of octets")
+
+    async def _next(self) -> Any:
+        # Not to be cancelled: grpcio 1.8x never frees the message of a read that is.
+        reading = asyncio.ensure_future(self._call.read())
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            self._call.cancel()
+            raise
 
     def close(self) -> None:
         self._closed = True

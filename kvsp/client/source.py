@@ -40,6 +40,9 @@ class HttpsSource:
         """Begin to write. Raises SourceUnavailableError when the transfer is not for HTTPS."""
         return HttpsWriter(_endpoint(transfer), transfer.length)
 
+    def close(self) -> None:
+        """Connections are the client's."""
+
 
 class HttpsReader:
     """Gives out payload octets whose layer digests matched the record (U-54)."""

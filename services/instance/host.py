@@ -227,6 +227,7 @@ class Host:
                     self._loading.add(*named, octets)
                 return
             case Started(session, epoch, cached_tokens):
+                self._loading.lull.end((session, epoch))
                 found = sessions.get(session, epoch)
                 if found is not None:
                     metrics.PROMPT_TOKENS.labels("loaded").inc(cached_tokens)
@@ -236,6 +237,7 @@ class Host:
             case PrefixLost(session, epoch, _):
                 sessions.prefix_lost(now_ms(), session, epoch)
             case Finished(session, epoch, reason, detail):
+                self._loading.lull.end((session, epoch))
                 if reason == "failed":
                     log.error("session failed", detail=detail)
                 sessions.finished(now_ms(), session, epoch, reason)
@@ -276,6 +278,7 @@ class Host:
         self._starting.pop(key, None)
         if task.cancelled() or (error := task.exception()) is None:
             return
+        self._loading.lull.end(key)
         log.error("session not started", kind=type(error).__name__, where=frames(error))
         self._scheduler.cancel(*key)
         self.state.sessions.finished(now_ms(), *key, "failed")
@@ -296,6 +299,7 @@ class Host:
 
     def _start_session(self, start: rules.StartSession) -> None:
         key = start.session, start.epoch
+        self._loading.lull.begin(key)
         self._starting[key] = task = asyncio.create_task(self._start(start))
         task.add_done_callback(partial(self._started, key))
 
@@ -304,6 +308,7 @@ class Host:
 
     def _stop_session(self, stop: rules.StopSession) -> None:
         self._scheduler.cancel(stop.session, stop.epoch)
+        self._loading.lull.end((stop.session, stop.epoch))
         starting = self._starting.get((stop.session, stop.epoch))
         if starting is not None:
             starting.cancel()

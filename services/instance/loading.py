@@ -28,6 +28,7 @@ from services.instance.directory import Directory
 from services.instance.filling import Prefixes
 from services.instance.instructions import BeginDirective
 from services.instance.loads import Loads
+from services.instance.lull import Lull
 from services.instance.peers import Holder, HttpsHolder, InternalHolder
 from services.instance.prefetch import Outcome, Prefetch
 from services.instance.storing import Store
@@ -88,10 +89,12 @@ class Loading:
         self._directory = directory
         self._compat_id = compat_id
         self._news = news
+        self.lull = Lull()
         keep = partial(tiers.keep, device)
         self._loads = Loads(
             holders.own, holders.others, directory, descriptor, compat_id,
             parallel=config.parallel, fetch_s=config.fetch_timeout_ms / 1000, stored=keep,
+            lull=self.lull,
         )  # fmt: skip
         self.prefixes = Prefixes(
             holders.own, directory, self._loads, workers,

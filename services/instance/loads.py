@@ -25,6 +25,7 @@ from kvsp.protocol.records import ReplicaRecord
 from kvsp.rpc.convert import block_name
 from services.instance import metrics
 from services.instance.directory import Directory
+from services.instance.lull import Lull
 from services.instance.peers import Holder, InternalHolder
 
 Stored = Callable[[str, bytes, Sequence[Piece]], Awaitable[None]]
@@ -113,6 +114,7 @@ class Loads:
         parallel: int,
         fetch_s: float,
         stored: Stored,
+        lull: Lull | None = None,
     ) -> None:
         self._own = own
         self._holders = holders
@@ -127,6 +129,7 @@ class Loads:
         self._tasks: set[asyncio.Task[None]] = set()
         self._storing = asyncio.Semaphore(STORES_MAX)
         self._stored = stored
+        self._lull = lull or Lull()
 
     def __len__(self) -> int:
         """Blocks on their way."""
@@ -305,6 +308,8 @@ class Loads:
         """Put a whole block into this instance's own holder, which publishes it (R-128)."""
         name = block_name(self._compat_id, load.scope_id, load.key.hex())
         try:
+            if load.urgent:  # a session has it: what it still lacks comes first
+                await self._lull.wait()
             async with self._storing:
                 pieces = (self._make_room(load).encode(), load.payload)
                 await self._own.put(name, pieces)

@@ -131,11 +131,11 @@ class Controller:
             async with translated():
                 metadata = speak_for(self._config.principal)
                 reply = await self._index.Survey(request, metadata=metadata, timeout=SURVEY_TIMEOUT_S)
+            return survey_from_message(reply)
         except KvspError as error:
             metrics.SURVEY_FAILURES.inc()
             log.warning("index did not answer", status=error.status)
             return ()
-        return survey_from_message(reply)
 
     # --- inside -----------------------------------------------------------------------
 

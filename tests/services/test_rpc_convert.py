@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
@@ -214,6 +215,7 @@ async def test_the_longest_extension_crosses_too(raiser: Raiser, opened: grpc.ai
 async def test_what_is_unexpected_is_a_bare_500(
     raiser: Raiser, opened: grpc.aio.Channel, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    structlog.reset_defaults()  # a service that another test ran here may have led the log elsewhere
     received = await raised(raiser, opened, KeyError("seeded-block-key"))
     assert_same(received, KvspError(registry.INTERNAL))
     shown = capsys.readouterr()

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 STATUS_TTL_MS: Final = 1_500
 LEASE_MS: Final = 2_000
-KEEP_OUTPUT_MS: Final = 5_000
+PATIENCE_MS: Final = 13_000
+"""How long output is kept and a prompt waited for: longer than all faults of a run together."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class InstanceNode(Node):
         settings = Settings(
             base_uri=self.base_uri, epoch=self.counter_on_disk, compat_id=COMPAT.hex(), block_tokens=BLOCK_TOKENS,
             positions_max=10_000, batch_size=BATCH, status_ttl_ms=STATUS_TTL_MS,
-            sleep_after_ms=self.sleep_after_ms, keep_output_ms=KEEP_OUTPUT_MS, prompt_wait_ms=3_000,
+            sleep_after_ms=self.sleep_after_ms, keep_output_ms=PATIENCE_MS,
+            prompt_wait_ms=PATIENCE_MS,
         )  # fmt: skip
         self.state = InstanceState(settings, {SCOPE.hex(): SCOPE_KEY}, lambda _: self.holders, self.now_ms)
         self.engine = EngineModel(self, self._event)

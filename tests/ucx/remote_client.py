@@ -36,10 +36,11 @@ async def put(client: HolderClient) -> None:
 
 async def get(client: HolderClient) -> None:
     """As often as it takes to know the link."""
-    for _ in range(SAMPLES_MIN):
+    for _ in range(SAMPLES_MIN + 1):
         opened = await client.open(CLIENT, name(1))
+        chosen = opened.scheme
         got = opened.header + b"".join([bytes(piece) async for piece in opened.pieces()])
-        say(get=opened.scheme, same=got == MADE)
+        say(chosen=chosen, came=opened.scheme, same=got == MADE)
         opened.close()
     link = client.link()
     assert link is not None
@@ -62,6 +63,8 @@ async def stall(client: HolderClient) -> None:
 
 async def main(address: str, ca: str, cert: str, key: str, command: str, schemes: Sequence[str]) -> None:
     async with open_channel(address, Tls(ca=ca, cert=cert, key=key)) as channel:
+        async with asyncio.timeout(20):
+            await channel.channel_ready()
         client = HolderClient(channel, schemes, same_host=False)
         await {"put": put, "get": get, "stall": stall}[command](client)
         await client.close()
