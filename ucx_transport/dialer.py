@@ -66,6 +66,7 @@ class Dialer:
         self._context = context
         self._engine: Engine | None = None
         self._idle: dict[str, list[Link]] = {}
+        self._greeting: set[asyncio.Task[Link]] = set()
 
     @property
     def cuda(self) -> bool:
@@ -73,8 +74,25 @@ class Dialer:
         return library.has_cuda(self._context)
 
     async def link(self, address: str) -> Link:
-        """A kept link to a holder, or a new one. Raises KvspError (503)."""
-        return self._kept(address) or await self._greet(address)
+        """A kept link to a holder, or a new one. Raises KvspError (503).
+
+        Who is cancelled meanwhile leaves the link to the next: ending one that is half made costs memory for good.
+        """
+        kept = self._kept(address)
+        if kept is not None:
+            return kept
+        greeting = asyncio.ensure_future(self._greet(address))
+        self._greeting.add(greeting)
+        greeting.add_done_callback(self._greeting.discard)
+        try:
+            return await asyncio.shield(greeting)
+        except asyncio.CancelledError:
+            greeting.add_done_callback(self._keep_greeted)
+            raise
+
+    def _keep_greeted(self, greeting: asyncio.Task[Link]) -> None:
+        if not greeting.cancelled() and greeting.exception() is None:
+            self.keep(greeting.result())
 
     def keep(self, link: Link) -> None:
         """A transfer is over and its link as good as new."""
@@ -88,6 +106,9 @@ class Dialer:
     def close(self) -> None:
         """End all connections. Idempotent."""
         self._idle.clear()
+        for greeting in self._greeting:
+            if not greeting.get_loop().is_closed():
+                greeting.cancel()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
