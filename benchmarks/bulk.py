@@ -131,10 +131,8 @@ class Blocks:
         return await self._client.open(CLIENT, name(size), digests=digests)
 
     async def _read(self, opened: OpenedTransfer, buffer: memoryview) -> None:
-        at = 0
-        async for piece in opened.pieces():
-            buffer[at : at + len(piece)] = piece
-            at += len(piece)
+        async for _ in opened.into(buffer):
+            pass
 
     async def _stored(self, size: int) -> None:
         if size in self._digests:

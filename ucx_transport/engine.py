@@ -146,6 +146,12 @@ class Engine:
                 each.future.set_exception(lost("the connection was closed"))
         self._waiting = [each for each in self._waiting if each.connection is not connection]
 
+    def busy(self, connection: Connection) -> bool:
+        """Whether UCX is still at work on something for it."""
+        self._worker.progress()
+        self._settle()
+        return any(each.connection is connection for each in self._waiting)
+
     def tag(self, value: int) -> Any:
         """A message tag of 64 bits."""
         return self._bindings.UCXXTag(value)
@@ -217,6 +223,11 @@ class Connection:
     def alive(self) -> bool:
         """False once closed here or lost."""
         return self._endpoint is not None and bool(self._endpoint.alive)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way."""
+        return self.alive and self.engine.busy(self)
 
     def agree(self, to_send: int, to_receive: int) -> None:
         """From now on what is said are messages of these tags, which belong to this connection alone.

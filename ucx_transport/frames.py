@@ -18,6 +18,8 @@ from ucx_transport.session import Keys
 
 FRAME_OCTETS: Final = 2 << 20
 """Measured: larger frames leave the cache, smaller ones cost more calls."""
+SEALED_FRAME_OCTETS: Final = 1 << 20
+"""Smaller, so that of a block of few frames one can be sealed while another travels."""
 WINDOW: Final = 4
 """Frames on their way: one is sealed while one travels and one is opened."""
 THREADED_OCTETS: Final = (256 << 10) if (os.cpu_count() or 1) >= 4 else 1 << 62
@@ -26,18 +28,18 @@ all frames where both ends share two cores."""
 _CANARY_OCTETS: Final = 8
 
 
-def cut(lengths: Iterable[int]) -> tuple[int, ...]:
+def cut(lengths: Iterable[int], frame_octets: int = FRAME_OCTETS) -> tuple[int, ...]:
     """Frames for layers of these lengths: whole layers together, or parts of one that is longer than a frame."""
     frames = []
     gathered = 0
     for length in lengths:
-        if gathered and gathered + length > FRAME_OCTETS:
+        if gathered and gathered + length > frame_octets:
             frames.append(gathered)
             gathered = 0
         gathered += length
-        while gathered > FRAME_OCTETS:
-            frames.append(FRAME_OCTETS)
-            gathered -= FRAME_OCTETS
+        while gathered > frame_octets:
+            frames.append(frame_octets)
+            gathered -= frame_octets
     if gathered:
         frames.append(gathered)
     return tuple(frames)
@@ -60,6 +62,7 @@ class Movement:
         self._buffers = buffers
         self._jobs: set[Future[None]] = set()
         self._stopped = False
+        self._begun = 0
         self._tags = range(keys.first_tag, keys.first_tag + len(frames))
         connection.engine.expected.add(self._tags)
 
@@ -81,10 +84,12 @@ class Movement:
             sealed = self._buffers.take(len(part) + self._keys.overhead)
             await self._crypt(self._keys.seal, i, part, sealed)
             part = sealed
+        self._begun += 1
         await self._connection.send(part, self._tags[i])
 
     async def _receive_frame(self, i: int, part: memoryview) -> None:
         tag = self._tags[i]
+        self._begun += 1
         if self._keys.sealed:
             sealed = self._buffers.take(len(part) + self._keys.overhead)
             await self._connection.receive(sealed, tag)
@@ -111,6 +116,17 @@ class Movement:
         self._stopped = True
         self.done()
         self._connection.close()
+        wait(self._jobs)
+
+    def leave(self) -> None:
+        """`stop`, but a connection on which everything has moved is left to the next transfer.
+
+        The peer may know that before the task here that moved it has had its turn, and end the transfer.
+        """
+        if self._begun < len(self._frames) or self._connection.busy:
+            self.stop()
+            return
+        self._stopped = True
         wait(self._jobs)
 
     def _check_going(self) -> None:

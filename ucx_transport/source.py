@@ -31,7 +31,7 @@ class UcxSource:
 
     def __init__(self) -> None:
         context = library.open_context({})
-        self.capabilities = Capabilities(direct=True, rdma=library.has_rdma(context))
+        self.capabilities = Capabilities(direct=True, places=True, rdma=library.has_rdma(context))
         self._dialer = Dialer(context)
         self._buffers = Buffers()
 

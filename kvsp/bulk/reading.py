@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from kvsp.bulk.chooser import Chooser
 from kvsp.bulk.control import ControlStream
-from kvsp.bulk.source import BlockReader, Capabilities, Piece, SharingReader, SourceUnavailableError
+from kvsp.bulk.source import (
+    BlockReader,
+    Capabilities,
+    Piece,
+    PlacingReader,
+    SharingReader,
+    SourceUnavailableError,
+)
 from kvsp.bulk.verified import verified
 from kvsp.protocol import container, registry
 from kvsp.protocol.errors import KvspError, unavailable
@@ -78,19 +85,36 @@ class OpenedTransfer:
         """The transport that brings, or brought, the octets; empty without a pin and after `close`."""
         return self._grants[-1].scheme if self._grants else ""
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    def pieces(self) -> AsyncIterator[Piece]:
         """The payload in order, each octet once. Raises KvspError (503) once the pin is gone.
 
         A transport that fails, or brings a layer that does not match its digest, is replaced by another, which
         begins at the first layer that was not given out as a whole. What has been looked at was this block's when
         the iteration has ended, or `check` returned. Raises KvspError (422) when no transport brings what matches.
         """
+        return self._moved(None)
+
+    async def into(self, target: Any) -> AsyncIterator[int]:
+        """As `pieces`, but into a writable buffer of `payload_octets`: yields n when octets 0...n are in place.
+
+        A transport that can puts them there itself. What lies there at the end is the caller's, whatever becomes
+        of the pin. Raises ValueError for an unfit target, KvspError as `pieces` does.
+        """
+        view = memoryview(target).cast("B")
+        if view.readonly or len(view) != self.payload_octets:
+            raise ValueError("the target must be writable, and as long as the payload")
+        placed = 0
+        async for piece in self._moved(view):
+            placed += len(piece)
+            yield placed
+
+    async def _moved(self, target: memoryview | None) -> AsyncIterator[Piece]:
         if not self._grants:
             raise ValueError("the block was opened without a pin")
         given, skip = 0, 0
         began = arrived = self._now()
         waited = 0.0
-        pieces = self._octets()
+        pieces = self._octets(target)
         while True:
             asked = self._now()
             try:
@@ -98,7 +122,8 @@ class OpenedTransfer:
             except (KvspError, SourceUnavailableError) as error:
                 if given == self.payload_octets:
                     break  # nothing is missing
-                pieces, skip = await self._restarted(given, error)
+                start = await self._restarted(given, error)
+                pieces, skip = self._octets(target and target[start:]), given - start
                 continue
             arrived = self._now()
             if not self._held(arrived):
@@ -138,8 +163,8 @@ class OpenedTransfer:
         self._grants.clear()
         self._stream.users -= 1
 
-    async def _restarted(self, given: int, error: Exception) -> tuple[AsyncIterator[Piece], int]:
-        """The octets from the first incomplete layer on by another transport, and how many of these were given."""
+    async def _restarted(self, given: int, error: Exception) -> int:
+        """Have another transport bring what follows the last layer that was given as a whole; returns where."""
         failed = self._grants[-1]
         failed.reader.close()
         reason = error if isinstance(error, KvspError) else unavailable(str(error))
@@ -155,12 +180,12 @@ class OpenedTransfer:
         self._grants.append(grant)
         # Only now is it known that the transport is to blame, and not a holder that is gone.
         self._chooser.failed(failed.scheme, error, given)
-        return self._octets(), given - start
+        return start
 
-    def _octets(self) -> AsyncIterator[Piece]:
-        """Of the newest grant, verified when there are digests to do so."""
+    def _octets(self, target: memoryview | None) -> AsyncIterator[Piece]:
+        """Of the newest grant, in the target if there is one, and verified when there are digests to do so."""
         grant = self._grants[-1]
-        pieces = grant.reader.pieces()
+        pieces = grant.reader.pieces() if target is None else _placed(grant, target)
         if self._digests is None:
             return pieces
         header = container.parse_header(grant.opened.header)
@@ -176,6 +201,22 @@ class OpenedTransfer:
 
     def _held(self, now: float) -> bool:
         return self._stream.alive and now < self.deadline
+
+
+async def _placed(grant: Grant, target: memoryview) -> AsyncIterator[Piece]:
+    """Octets of a grant as views of the target, once they are there."""
+    at = 0
+    if grant.able.places:
+        async for end in cast(PlacingReader, grant.reader).into(target):
+            yield target[at:end]
+            at = end
+        return
+    async for piece in grant.reader.pieces():
+        if at + len(piece) > len(target):
+            raise unavailable("the block is longer than agreed")
+        target[at : at + len(piece)] = piece
+        yield target[at : at + len(piece)]
+        at += len(piece)
 
 
 def lapsed() -> KvspError:

@@ -26,12 +26,13 @@ class Capabilities:
 
     `same_host_only`: both ends must share a host. `zero_copy`: pieces are views of the holder's own
     memory, valid only while the transfer is open. `direct`: octets have a way of their own beside the control
-    channel. `rdma`: they move without either CPU.
+    channel. `places`: they go straight where the reader wants them. `rdma`: they move without either CPU.
     """
 
     same_host_only: bool = False
     zero_copy: bool = False
     direct: bool = False
+    places: bool = False
     rdma: bool = False
 
 
@@ -108,6 +109,13 @@ class SharingReader(BlockReader, Protocol):
 
     def check(self) -> None:
         """After looking at pieces: they were this block's. Raises KvspError (503) when their room is another's."""
+
+
+class PlacingReader(BlockReader, Protocol):
+    """A reader that puts octets where they are wanted: that of every source with `places`."""
+
+    def into(self, target: Any) -> AsyncIterator[int]:
+        """Instead of `pieces`: into writable memory of `length` octets; yields n when 0...n are in place."""
 
 
 class SharingWriter(BlockWriter, Protocol):

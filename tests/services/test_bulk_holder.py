@@ -97,6 +97,15 @@ async def test_pieces_are_views_of_shared_memory_that_cannot_be_written(holder: 
     opened.close()
 
 
+@pytest.mark.parametrize("target", [b"x" * 8000, bytearray(7999), bytearray(8001)])
+async def test_an_unfit_target_is_refused(holder: Rig, target: object) -> None:
+    await holder.put(1)
+    opened = await holder.client.open(CLIENT, name(1))
+    with pytest.raises(ValueError, match="target"):
+        [end async for end in opened.into(target)]
+    opened.close()
+
+
 async def test_one_stream_for_each_principal_and_each_sees_its_own(holder: Rig) -> None:
     await holder.put(1)
     await holder.put(1, principal=OTHER_CLIENT, scope=OTHER)

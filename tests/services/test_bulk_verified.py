@@ -115,6 +115,11 @@ async def test_a_verified_read(holder: Rig, schemes: tuple[str, ...]) -> None:
     await collect(opened.pieces(), got)
     opened.close()
     assert got == made
+    opened = await client.open(CLIENT, name(1), digests=expected)
+    target = bytearray(opened.payload_octets)
+    assert [end async for end in opened.into(target)][-1] == len(target)
+    opened.close()
+    assert opened.header + bytes(target) == made
     some = await client.open(CLIENT, name(1), layers=(2, 4), digests=expected[2:5])
     got = bytearray()
     await collect(some.pieces(), got)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,23 @@ async def test_before_the_first_octet_the_next_scheme_carries_it_all(holder: Rig
     await until(lambda: holder.pins(1) == 0)
 
 
+async def fill(opened: OpenedTransfer, at: int, then: Callable[[], Any]) -> bytes:
+    """Everything, into one place; once `at` octets are there, `then` happens."""
+    target, ends = bytearray(opened.payload_octets), [0]
+    async for end in opened.into(target):
+        if ends[-1] < at <= end:
+            then()
+        ends.append(end)
+    assert ends == sorted(set(ends))
+    opened.close()
+    return opened.header + bytes(target)
+
+
+@pytest.mark.parametrize("into", [read, fill])
 @pytest.mark.parametrize("at", [1, 5 << 20, 17 << 20])
-async def test_after_it_the_rest_begins_at_the_first_incomplete_layer(holder: Rig, at: int) -> None:
+async def test_after_it_the_rest_begins_at_the_first_incomplete_layer(
+    holder: Rig, at: int, into: Callable[..., Awaitable[bytes]]
+) -> None:
     asked = []
     real = holder.host.open
 
@@ -134,7 +149,7 @@ async def test_after_it_the_rest_begins_at_the_first_incomplete_layer(holder: Ri
     with one_fallback() as logs:
         opened = await holder.client.open(CLIENT, name(1))
 
-        assert await read(opened, at, lambda: cut(holder)) == MADE
+        assert await into(opened, at, lambda: cut(holder)) == MADE
     given = logs[0]["octets"]
     assert at <= given + len(opened.header)
     assert given < len(MADE)

@@ -19,7 +19,7 @@ from kvsp.bulk.holder import HolderClient
 from kvsp.protocol import container, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.rpc.channel import open_channel
-from tests.services.holder_harness import BASE_URI, CLIENT, HOLDER, POLICY_TEXT, block, name, rig
+from tests.services.holder_harness import BASE_URI, CLIENT, CLIENT2, HOLDER, POLICY_TEXT, block, name, rig, until
 from tests.services.test_rpc_identity import Pki
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
@@ -142,3 +142,47 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         made = block(1)
         await holder.put(1, made)
         assert await holder.get(1) == made
+
+
+async def test_a_transfer_that_is_ended_at_once_does_not_end_the_next(tmp_path: Path) -> None:
+    """The holder hears that it is over, on the control channel, before it has noticed that all is sent."""
+    made = block(1, layers=2, section=256 << 10)
+    async with remote_holder(tmp_path) as channel:
+        client = HolderClient(channel, ("ucx",), same_host=False)
+        reserved = await client.reserve(CLIENT, name(1), len(made))
+        assert reserved is not None
+        await reserved.write(made)
+        await reserved.commit()
+
+        async def some() -> None:
+            for _ in range(60):
+                opened = await client.open(CLIENT, name(1))
+                assert sum([len(piece) async for piece in opened.pieces()]) == opened.payload_octets
+                opened.close()
+
+        await asyncio.gather(*(some() for _ in range(4)))
+        await client.close()
+
+
+@pytest.mark.spec("D14")
+async def test_tickets_are_void_once_their_principal_has_gone(tmp_path: Path) -> None:
+    async with rig(
+        tmp_path,
+        schemes=("ucx",),
+        with_index=False,
+        arena_octets=32 << 20,
+        bulk={"ucx": {"listen": "127.0.0.1:0"}},
+    ) as holder:
+        await holder.put(1, block(1, layers=4, section=1 << 20))
+        opened = await holder.client.open(CLIENT, name(1))
+        other = await holder.client.open(CLIENT2, name(1))
+        assert len(holder.host.offers._tickets) == 2
+        holder.client._streams[CLIENT].close()
+        await until(lambda: len(holder.host.offers._tickets) == 1)
+        [grant] = opened._grants
+        with pytest.raises(KvspError) as caught:
+            [piece async for piece in grant.reader.pieces()]
+        assert caught.value.problem is registry.UNAVAILABLE
+        assert sum([len(piece) async for piece in other.pieces()]) == other.payload_octets
+        other.close()
+        opened.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import aclosing
+from itertools import accumulate
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -75,8 +76,9 @@ async def test_octets_go_straight_where_they_are_wanted(fabric: str) -> None:
     try:
         async with rig(fabric) as made:
             for target in targets:
-                ends = [end async for end in made.reader(made.offer(octets)).into(target)]
-                assert ends == [FRAME_OCTETS, size]
+                ticket = made.offer(octets)
+                ends = [end async for end in made.reader(ticket).into(target)]
+                assert ends == list(accumulate(ticket.frames))
             assert targets[0] == octets
             assert shared.buf[:size] == octets
             assert tensor.view(torch.uint8).numpy().tobytes() == octets
@@ -171,3 +173,21 @@ async def test_capabilities_are_those_of_this_machine() -> None:
         infiniband = list(Path("/sys/class/infiniband").glob("*"))
         assert made.source.capabilities.rdma == bool(infiniband)
         assert made.source.cuda == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_who_has_everything_may_end_the_transfer_at_once(fabric: str) -> None:
+    """Before the holder has noticed that all is sent; the connection is there for the next."""
+    octets = os.urandom(3 * FRAME_OCTETS)
+    async with rig(fabric) as made:
+        await made.read(made.offer(octets))
+        [kept] = made.source._dialer._idle[made.server.address]
+        for i in range(100):
+            ticket = made.offer(octets[: (1 + i % 3) * FRAME_OCTETS])
+            reader = made.reader(ticket)
+            ends = [end async for end in reader.into(bytearray(sum(ticket.frames)))]
+            made.server.revoke(ticket)
+            assert ends == list(accumulate(ticket.frames))
+            assert made.source._dialer._idle[made.server.address] == [kept]
+        assert kept.connection.alive
+        assert made.server.connections == 1
