@@ -123,13 +123,13 @@ class HolderClient:
             deadline = began + opened.deadline_ms / 1000
             transfer = self._transfer(asked.principal, opened.transfer, opened.payload_octets, opened.location)
             try:
-                source = await self._source(opened.location)
+                source = await self._source(opened.location, offered)
                 return Grant(opened, source.reader(transfer), source.capabilities, deadline)
             except BaseException as error:
                 stream.tell(close=holder_pb2.CloseBlock(transfer=opened.transfer))
                 if not isinstance(error, SourceUnavailableError):
                     raise
-                self._fell_back(offered, opened.location.scheme, error)
+                self._chooser.failed(opened.location.scheme, error)
 
     async def _grant_again(
         self,
@@ -169,14 +169,14 @@ class HolderClient:
                 return None
             transfer = self._transfer(principal, reserved.transfer, length, reserved.location)
             try:
-                source = await self._source(reserved.location)
+                source = await self._source(reserved.location, offered)
                 writer = await _begun(source, transfer)
                 return ReservedTransfer(stream, reserved, length, writer, self._chooser)
             except BaseException as error:
                 stream.tell(abort=holder_pb2.AbortBlock(transfer=reserved.transfer))
                 if not isinstance(error, SourceUnavailableError):
                     raise
-                self._fell_back(offered, reserved.location.scheme, error)
+                self._chooser.failed(reserved.location.scheme, error)
 
     def rate(self, scheme: str) -> float | None:
         """Octets a second that reads by a scheme have made lately; None: not known yet."""
@@ -218,8 +218,14 @@ class HolderClient:
         if self._streams.get(stream.principal) is stream:
             del self._streams[stream.principal]
 
-    async def _source(self, where: holder_pb2.Location) -> BlockSource:
-        """The source that the holder took, ready for the place that it named. Raises SourceUnavailableError."""
+    async def _source(self, where: holder_pb2.Location, offered: Collection[str]) -> BlockSource:
+        """The source that the holder took, ready for the place that it named.
+
+        Raises SourceUnavailableError, and KvspError (500) when it took another than was offered: asked again it
+        might do so for ever.
+        """
+        if where.scheme not in offered:
+            raise KvspError(registry.INTERNAL)
         source = self._chooser.source(where.scheme)
         if isinstance(source, ShmSource) and self._local is not None:
             await source.admit(where.shm.arena, self._local)
@@ -234,11 +240,6 @@ class HolderClient:
             given = where.ticket
             ticket = Ticket(given.address, given.token, given.key, given.sealed, tuple(given.frames))
         return Transfer(transfer, length, principal, self._channel, extent, ticket)
-
-    def _fell_back(self, offered: list[str], scheme: str, error: SourceUnavailableError) -> None:
-        if scheme not in offered:
-            raise KvspError(registry.INTERNAL) from error
-        self._chooser.failed(scheme, error)
 
 
 async def _begun(source: BlockSource, transfer: Transfer) -> BlockWriter:

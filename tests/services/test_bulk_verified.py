@@ -137,3 +137,23 @@ async def test_a_verified_read(holder: Rig, schemes: tuple[str, ...]) -> None:
     assert len(got) <= 3 * 2 * SECTION
     opened.close()
     await client.close()
+
+
+async def test_a_holder_that_takes_what_was_not_offered_is_not_asked_for_ever(
+    holder: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def grpc_always(offered: Sequence[str], *, same_host: bool) -> str:
+        asked.append(list(offered))
+        return "grpc"
+
+    monkeypatch.setattr(holder.host, "scheme", grpc_always)
+    client = HolderClient(holder.channel, ("grpc", "shm"))
+    opened = await client.open(CLIENT, name(1), digests=[bytes(32)] * LAYERS)
+    with pytest.raises(KvspError) as caught:
+        [piece async for piece in opened.pieces()]
+    assert caught.value.problem is registry.DIGEST_MISMATCH
+    assert len(asked) == 2
+    opened.close()
+    await client.close()
