@@ -36,6 +36,7 @@ from kvsp.protocol.names import check_hex16, check_holder_uri, party_id
 
 ROLES: Final = frozenset({"index", "holder", "placement", "instance", "frontend", "client", "gateway"})
 HOLDER_ROLES: Final = frozenset({"holder", "instance"})
+FRONTEND: Final = frozenset({"frontend"})
 ANY: Final = "*"
 
 # An absolute URI of visible ASCII, without the characters that delimit an XFCC element (D2).

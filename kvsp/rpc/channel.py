@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from kvsp.protocol import limits
-from kvsp.rpc.config import Tls
+from kvsp.rpc.config import ConfigError, Peer, Tls
 
 DEFAULT_TIMEOUT_S = 10.0
 
@@ -46,3 +46,11 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
         Path(tls.ca).read_bytes(), Path(tls.key).read_bytes(), Path(tls.cert).read_bytes()
     )
     return grpc.aio.secure_channel(address, credentials, options=options + KEEPALIVE)
+
+
+def channel_to(name: str, peer: Peer) -> grpc.aio.Channel:
+    """The channel to a configured peer. Raises ConfigError, which begins with `name`."""
+    try:
+        return open_channel(peer.address, peer.tls)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{name}: {error}") from None

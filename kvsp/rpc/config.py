@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -13,7 +13,8 @@ from kvsp.protocol import descriptor
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.keys import ScopeKey
-from kvsp.protocol.policy import Policy
+from kvsp.protocol.names import check_base_uri
+from kvsp.protocol.policy import Identity, Policy
 
 T = TypeVar("T")
 
@@ -35,6 +36,22 @@ class Peer(Struct, frozen=True, forbid_unknown_fields=True):
 
     address: str
     tls: Tls | None = None
+
+
+class Party(Struct, frozen=True, forbid_unknown_fields=True):
+    """Another party: its public name, and where it takes internal calls; no `address`: over HTTPS."""
+
+    base_uri: str
+    address: str = ""
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        check_base_uri(self.base_uri)
+
+    @property
+    def peer(self) -> Peer | None:
+        """Its internal address, if it has one."""
+        return Peer(self.address, self.tls) if self.address else None
 
 
 class ProcessConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +88,16 @@ def load_policy(path: str) -> Policy:
         return Policy.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def own_identity(
+    config: ServiceConfig, policy: Policy, roles: Collection[str], role: str, base_uri: str
+) -> Identity:
+    """The process's own identity. Raises ConfigError unless the policy gives it a role of `roles` and its URI."""
+    identity = policy.identities.get(config.principal)
+    if identity is None or identity.roles.isdisjoint(roles) or base_uri not in identity.base_uris:
+        raise ConfigError(f"{config.policy}: {config.principal} is not the {role} {base_uri}")
+    return identity
 
 
 def load_descriptors(paths: Iterable[str]) -> dict[bytes, Descriptor]:

@@ -16,7 +16,7 @@ from msgspec import UnsetType
 from kvsp.protocol import jsonio
 from kvsp.protocol.errors import bad_request
 from kvsp.protocol.estimate import Run, Source
-from kvsp.protocol.names import DIGEST_PREFIX
+from kvsp.protocol.names import DIGEST_PREFIX, normal_uuid
 from kvsp.protocol.records import (
     DirectiveStatus,
     InstanceStatus,
@@ -343,6 +343,14 @@ def _token_range(tokens: tuple[int, int]) -> instance_pb2.TokenRange:
 def join_keys(keys: Iterable[str]) -> bytes:
     """Keys in hex, already checked, as they travel: joined octets."""
     return bytes.fromhex("".join(keys))
+
+
+def session_id(text: str) -> str:
+    """A session's UUID as it is stored and compared. Raises KvspError (400)."""
+    try:
+        return normal_uuid(text)
+    except ValueError as error:
+        raise bad_request(f"session: {error}") from None
 
 
 def block_name(compat_id: str, scope_id: str, block_key: str) -> common_pb2.BlockName:

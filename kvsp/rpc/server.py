@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsp.rpc.channel import KEEPALIVE, OPTIONS
 from kvsp.rpc.config import ConfigError, ProcessConfig, ServiceConfig
-from kvsp.rpc.interceptors import Guard
+from kvsp.rpc.interceptors import Guard, frames
 
 DRAIN_S = 5.0
 
@@ -111,6 +111,13 @@ def _bind(server: grpc.aio.Server, config: ServiceConfig) -> None:
             server.add_secure_port(config.listen, credentials)
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"listen {config.listen}: {error}") from None
+
+
+def stop_if_failed(task: asyncio.Task[Any]) -> None:
+    """A role that has lost a background task only seems to work: stop, and be started again."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("background task failed", kind=type(error).__name__, where=frames(error))
+        signal.raise_signal(signal.SIGTERM)
 
 
 def clear_stale_socket(path: Path) -> None:

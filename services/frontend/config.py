@@ -12,8 +12,8 @@ from kvsp.protocol import descriptor, keys, limits
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.keys import ScopeKey
 from kvsp.protocol.names import check_base_uri
-from kvsp.protocol.policy import Identity, Policy
-from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, load_descriptors, load_scope_keys
+from kvsp.protocol.policy import FRONTEND, Identity, Policy
+from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, load_descriptors, load_scope_keys, own_identity
 from services.frontend.api import Served
 from services.frontend.fleet import Timing
 from services.frontend.tokenizer import Tokenizer
@@ -63,9 +63,7 @@ class FrontendConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 def check(config: FrontendConfig, policy: Policy) -> dict[str, ScopeKey]:
     """The scope keys, once everything that costs nothing to check is in order. Raises ConfigError."""
-    own = policy.identities.get(config.principal)
-    if own is None or "frontend" not in own.roles or config.base_uri not in own.base_uris:
-        raise ConfigError(f"{config.policy}: {config.principal} is not the front end {config.base_uri}")
+    own = own_identity(config, policy, FRONTEND, "front end", config.base_uri)
     if not config.instances:
         raise ConfigError("instances: empty")
     for peer in config.instances:

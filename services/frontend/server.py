@@ -12,7 +12,7 @@ import grpc
 from kvsp.protocol.policy import Policy
 from kvsp.rpc import server
 from kvsp.rpc.authority import Authority
-from kvsp.rpc.channel import open_channel
+from kvsp.rpc.channel import channel_to
 from kvsp.rpc.config import ConfigError, Peer, load, load_policy
 from kvsp.rpc.identity import caller
 from kvsp.v1 import common_pb2_grpc, frontend_pb2, frontend_pb2_grpc
@@ -64,10 +64,7 @@ async def fleet_of(config: FrontendConfig) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
 
         async def connect(peer: Peer) -> grpc.aio.Channel:
-            try:
-                return await stack.enter_async_context(open_channel(peer.address, peer.tls))
-            except (ValueError, OSError) as error:
-                raise ConfigError(f"{peer.address}: {error}") from None
+            return await stack.enter_async_context(channel_to(peer.address, peer))
 
         placement = await connect(config.placement)
         instances = {peer.base_uri: await connect(peer) for peer in config.instances}

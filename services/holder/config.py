@@ -8,7 +8,7 @@ from msgspec import Meta, field
 
 from kvsp.protocol import limits
 from kvsp.protocol.policy import HOLDER_ROLES, Identity, Policy
-from kvsp.rpc.config import ConfigError, Peer, ServiceConfig
+from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, own_identity
 
 SCHEMES: Final = ("shm", "grpc")
 """What the host tier can offer."""
@@ -42,8 +42,5 @@ def check_identity(config: HolderConfig, policy: Policy) -> Identity:
     unknown = set(config.schemes) - set(SCHEMES)
     if unknown or not config.schemes:
         raise ConfigError(f"schemes: {', '.join(sorted(unknown)) or 'empty'}; known are {', '.join(SCHEMES)}")
-    identity = policy.identities.get(config.principal)
     # "Every inference instance is normally also a holder": the one beside it has its identity (R-074).
-    if identity is None or identity.roles.isdisjoint(HOLDER_ROLES) or config.base_uri not in identity.base_uris:
-        raise ConfigError(f"{config.policy}: {config.principal} is not the holder {config.base_uri}")
-    return identity
+    return own_identity(config, policy, HOLDER_ROLES, "holder", config.base_uri)

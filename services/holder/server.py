@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import structlog
 
 from kvsp.bulk.control import refuse_all
 from kvsp.protocol import access, limits, registry
@@ -20,13 +18,12 @@ from kvsp.protocol.policy import Identity, Policy
 from kvsp.protocol.records import check_range
 from kvsp.rpc import server
 from kvsp.rpc.authority import Authority
-from kvsp.rpc.channel import open_channel
+from kvsp.rpc.channel import channel_to
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_policy
 from kvsp.rpc.convert import split_keys
 from kvsp.rpc.framed import local_socket
 from kvsp.rpc.identity import caller
-from kvsp.rpc.interceptors import frames
 from kvsp.v1 import common_pb2_grpc, holder_pb2, holder_pb2_grpc
 from services.holder.blocks import Kept
 from services.holder.config import HolderConfig
@@ -38,8 +35,6 @@ SERVICES: Final = ("kvsp.v1.Holder", "kvsp.v1.Authority")
 
 RENEW_LEASE: Final = access.find("PUT", "leases/{lease}")
 RELEASE_LEASE: Final = access.find("DELETE", "leases/{lease}")
-
-log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -176,11 +171,7 @@ def register(target: grpc.aio.Server, host: Host) -> None:
 @asynccontextmanager
 async def hosted(config: HolderConfig, policy: Policy) -> AsyncIterator[Host]:
     """A host with its timers and its stream to the index. Raises ConfigError."""
-    try:
-        channel = open_channel(config.index.address, config.index.tls)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"index: {error}") from None
-    async with channel as index:
+    async with channel_to("index", config.index) as index:
         host = Host(config, policy, index)
         try:
             await host.offers.start()
@@ -189,7 +180,7 @@ async def hosted(config: HolderConfig, policy: Policy) -> AsyncIterator[Host]:
             raise
         tasks = [asyncio.create_task(host.run_timers()), asyncio.create_task(host.publisher.run())]
         for task in tasks:
-            task.add_done_callback(_stop_if_failed)
+            task.add_done_callback(server.stop_if_failed)
         try:
             yield host
         finally:
@@ -198,13 +189,6 @@ async def hosted(config: HolderConfig, policy: Policy) -> AsyncIterator[Host]:
             await asyncio.gather(*tasks, return_exceptions=True)
             await host.offers.close()
             host.close()
-
-
-def _stop_if_failed(task: asyncio.Task[None]) -> None:
-    """A holder without its timers or its publisher only seems to work: stop, and be started again."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("background task failed", kind=type(error).__name__, where=frames(error))
-        signal.raise_signal(signal.SIGTERM)
 
 
 async def serve(config: HolderConfig) -> None:

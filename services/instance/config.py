@@ -5,29 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvsp.protocol import limits
-from kvsp.protocol.names import check_base_uri
 from kvsp.protocol.policy import Identity, Policy
-from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, Tls
+from kvsp.protocol.routes import INSTANCE
+from kvsp.rpc.config import ConfigError, Party, Peer, ServiceConfig, Tls, own_identity
 
 Count = Annotated[int, Meta(ge=0, le=limits.INT_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=limits.INT_MAX)]
 
 STATUS_TTL_MS_MIN: Final = 100
-
-
-class Party(Struct, frozen=True, forbid_unknown_fields=True):
-    """Another party: its public name, and where it takes internal calls; no `address`: over HTTPS."""
-
-    base_uri: str
-    address: str = ""
-    tls: Tls | None = None
-
-    def peer(self) -> Peer | None:
-        """Its internal address."""
-        return Peer(self.address, self.tls) if self.address else None
 
 
 class InstanceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,10 +60,7 @@ class InstanceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 def check_identity(config: InstanceConfig, policy: Policy) -> Identity:
     """The instance's own identity. Raises ConfigError unless the policy lets it be this instance."""
-    identity = policy.identities.get(config.principal)
-    if identity is None or "instance" not in identity.roles or config.base_uri not in identity.base_uris:
-        raise ConfigError(f"{config.policy}: {config.principal} is not the instance {config.base_uri}")
-    return identity
+    return own_identity(config, policy, INSTANCE, "instance", config.base_uri)
 
 
 def check_model(config: InstanceConfig) -> None:
@@ -92,12 +77,8 @@ def check_parties(config: InstanceConfig, policy: Policy) -> None:
     if unknown := set(config.durable) - set(names):
         raise ConfigError(f"durable: {min(unknown)} is none of the holders")
     for party in (config.placement, *config.holders):
-        try:
-            check_base_uri(party.base_uri)
-        except ValueError as error:
-            raise ConfigError(f"{party.base_uri}: {error}") from None
         # "only connect to registered base URIs" (D10)
         if not policy.is_party(party.base_uri):
             raise ConfigError(f"{config.policy}: {party.base_uri} is nobody's base URI")
-        if not party.address and config.https is None:
+        if party.peer is None and config.https is None:
             raise ConfigError(f"{party.base_uri}: has no address, and there is no [https] to reach it with")

@@ -64,8 +64,8 @@ class InternalController:
         return CheckpointReply(reply.epoch, reply.output_offset)
 
 
-class PublicController:
-    """By its public interface."""
+class HttpsController:
+    """By HTTPS."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

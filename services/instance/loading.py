@@ -18,7 +18,7 @@ from kvsp.client import AsyncClient, Credentials, Endpoints, Options
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.policy import Policy
 from kvsp.protocol.records import Link
-from kvsp.rpc.channel import open_channel
+from kvsp.rpc.channel import channel_to
 from kvsp.rpc.config import ConfigError, Peer
 from kvsp.rpc.framed import local_socket
 from kvsp.rpc.lookup import LookupClient
@@ -147,7 +147,7 @@ async def holders_of(
 
         others: dict[str, Holder] = {}
         for party in config.holders:
-            peer = party.peer()
+            peer = party.peer
             if peer is None:
                 client = await stack.enter_async_context(https_client(config, policy))
                 others[party.base_uri] = HttpsHolder(party.base_uri, client, descriptor)
@@ -172,14 +172,6 @@ def https_client(config: InstanceConfig, policy: Policy) -> AsyncClient:
     # A mismatch is reported at the index by who has looked the block up there (directory.py).
     options = Options(total_s=config.fetch_timeout_ms / 1000, report_mismatch=False, pool_size=config.parallel)
     return AsyncClient(Credentials(Path(files.ca), Path(files.cert), Path(files.key)), endpoints, options)
-
-
-def channel_to(name: str, peer: Peer) -> grpc.aio.Channel:
-    """Raises ConfigError."""
-    try:
-        return open_channel(peer.address, peer.tls)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
 def hash_workers() -> ThreadPoolExecutor:

@@ -18,18 +18,18 @@ from kvsp.protocol import access, keys, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.keys import ScopeKey
 from kvsp.protocol.names import normal_uuid
-from kvsp.protocol.policy import Identity, Policy
+from kvsp.protocol.policy import FRONTEND, Identity, Policy
 from kvsp.protocol.records import ResumeRequest
 from kvsp.rpc import convert, server
 from kvsp.rpc.authority import Authority
+from kvsp.rpc.channel import channel_to
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_policy, load_scope_keys
 from kvsp.rpc.identity import caller
-from kvsp.rpc.interceptors import frames
 from kvsp.v1 import common_pb2, common_pb2_grpc, instance_pb2, instance_pb2_grpc
 from services.instance import loading, sampling
 from services.instance.config import InstanceConfig, check_identity, check_model, check_parties
-from services.instance.controller import Controller, InternalController, PublicController
+from services.instance.controller import Controller, HttpsController, InternalController
 from services.instance.directory import Directory
 from services.instance.engine import Engine
 from services.instance.epoch import next_epoch
@@ -47,7 +47,6 @@ DIRECTIVE: Final = access.find("GET", "prefetch/{directive}")
 RESUME: Final = access.find("POST", "sessions/{session}/resume")
 RESHARD: Final = access.find("POST", "reshard")
 PUT_STATE: Final = access.find("PUT", "state")
-FRONTEND: Final = frozenset({"frontend"})
 
 log = structlog.get_logger()
 
@@ -134,7 +133,7 @@ class InstanceService(instance_pb2_grpc.InstanceServicer):
         """Start a session or attach to it, and follow its output."""
         identity = self._caller(context)
         self._policy.require_role(identity, FRONTEND)
-        session, sampler = _session(request.session), convert.sampler_from_message(request.sampler)
+        session, sampler = convert.session_id(request.session), convert.sampler_from_message(request.sampler)
         sampling.parse(sampler)
         self._policy.require_scope(identity, request.scope_id.hex())
         self._host.generate(
@@ -159,15 +158,8 @@ class InstanceService(instance_pb2_grpc.InstanceServicer):
         """Nobody waits for the session any more."""
         identity = self._caller(context)
         self._policy.require_role(identity, FRONTEND)
-        await self._host.end(_session(request.session), identity.scopes)
+        await self._host.end(convert.session_id(request.session), identity.scopes)
         return instance_pb2.EndGenerationReply()
-
-
-def _session(text: str) -> str:
-    try:
-        return normal_uuid(text)
-    except ValueError as error:
-        raise bad_request(f"session: {error}") from None
 
 
 def _events(epoch: int, index: int, output: Output, *, has_reused: bool) -> list[instance_pb2.GenerateEvent]:
@@ -211,7 +203,7 @@ async def hosted(
         controller = await _controller(stack, config, policy)
         host = Host(InstanceState(settings, scopes, holders.sources, now_ms()), engine, made, controller, schedule)
         running = asyncio.create_task(host.run())
-        running.add_done_callback(_stop_if_failed)
+        running.add_done_callback(server.stop_if_failed)
         try:
             yield host
         finally:
@@ -247,7 +239,7 @@ def _scopes(config: InstanceConfig, identity: Identity) -> dict[str, ScopeKey]:
 async def _directory(
     stack: AsyncExitStack, config: InstanceConfig, engine: Engine[Any], holders: Holders
 ) -> Directory:
-    channel = await stack.enter_async_context(loading.channel_to("index", config.index))
+    channel = await stack.enter_async_context(channel_to("index", config.index))
     client = loading.lookups(config.index, channel)
     stack.push_async_callback(client.close)
     return Directory(
@@ -257,19 +249,12 @@ async def _directory(
 
 
 async def _controller(stack: AsyncExitStack, config: InstanceConfig, policy: Policy) -> Controller:
-    peer = config.placement.peer()
+    peer = config.placement.peer
     if peer is None:
         client = await stack.enter_async_context(loading.https_client(config, policy))
-        return PublicController(client)
-    channel = await stack.enter_async_context(loading.channel_to("placement", peer))
+        return HttpsController(client)
+    channel = await stack.enter_async_context(channel_to("placement", peer))
     return InternalController(channel, config.principal)
-
-
-def _stop_if_failed(task: asyncio.Task[None]) -> None:
-    """An instance that does not report only seems to work: stop, and be started again."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("background task failed", kind=type(error).__name__, where=frames(error))
-        signal.raise_signal(signal.SIGTERM)
 
 
 async def serve(config: InstanceConfig) -> None:

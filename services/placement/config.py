@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
 from kvsp.protocol import limits
-from kvsp.protocol.names import check_base_uri
 from kvsp.protocol.policy import Policy
-from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, Tls
+from kvsp.rpc.config import ConfigError, Party, Peer, ServiceConfig, Tls
 from services.placement.quota import Rate
 from services.placement.settings import Settings
 
 Ms = Annotated[int, Meta(ge=1, le=limits.INT_MAX)]
 Count = Annotated[int, Meta(ge=1, le=limits.INT_MAX)]
 _RULES = Settings()
-
-
-class InstancePeer(Struct, frozen=True, forbid_unknown_fields=True):
-    """An instance: with an `address` it is called there over gRPC, else over HTTPS at its base URI."""
-
-    base_uri: str
-    address: str = ""
-    tls: Tls | None = None
-
-    def __post_init__(self) -> None:
-        check_base_uri(self.base_uri)
-
-    @property
-    def peer(self) -> Peer | None:
-        """Its internal address, if it has one."""
-        return Peer(self.address, self.tls) if self.address else None
 
 
 class PlacementConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +29,7 @@ class PlacementConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     state_dir: str
     index: Peer
-    instances: tuple[InstancePeer, ...] = ()
+    instances: tuple[Party, ...] = ()
     https: Tls | None = None
     descriptors: tuple[str, ...] = ()
     scopes: dict[str, str] = field(default_factory=dict)

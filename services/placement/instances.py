@@ -12,13 +12,12 @@ import grpc
 from kvsp.client import AsyncClient, Credentials, Endpoints, Options
 from kvsp.protocol.errors import unavailable
 from kvsp.protocol.records import DirectiveStatus, PrefetchDirective, ResumeRequest
-from kvsp.rpc.channel import open_channel
-from kvsp.rpc.config import Tls
+from kvsp.rpc.channel import channel_to
+from kvsp.rpc.config import Party, Tls
 from kvsp.rpc.convert import checkpoint_to_message, directive_status_from_message, directive_to_message
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import common_pb2, instance_pb2, instance_pb2_grpc
-from services.placement.config import InstancePeer
 
 TIMEOUT_S: Final = 10.0
 HTTPS_CALLS_MAX: Final = 32
@@ -104,9 +103,9 @@ class HttpsInstance:
 
 
 class Instances:
-    """The configured instances; no other is ever called (D10). Raises ValueError, OSError for bad files."""
+    """The configured instances; no other is ever called (D10). Raises ConfigError for bad files."""
 
-    def __init__(self, principal: str, peers: Iterable[InstancePeer], https: Tls | None) -> None:
+    def __init__(self, principal: str, peers: Iterable[Party], https: Tls | None) -> None:
         self._channels: list[grpc.aio.Channel] = []
         self._calls: dict[str, InstanceCalls] = {}
         self._client: AsyncClient | None = None
@@ -115,7 +114,7 @@ class Instances:
             if each.peer is None:
                 outside.append(each.base_uri)
                 continue
-            channel = open_channel(each.address, each.tls)
+            channel = channel_to(each.base_uri, each.peer)
             self._channels.append(channel)
             self._calls[each.base_uri] = GrpcInstance(channel, principal)
         if outside and https is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection
@@ -17,16 +16,15 @@ import structlog
 
 from kvsp.protocol import access, keys, registry
 from kvsp.protocol.errors import KvspError, bad_request
-from kvsp.protocol.names import normal_uuid, party_id
-from kvsp.protocol.policy import Policy
+from kvsp.protocol.names import party_id
+from kvsp.protocol.policy import FRONTEND, Policy
 from kvsp.rpc import server
 from kvsp.rpc.authority import Authority
-from kvsp.rpc.channel import open_channel
+from kvsp.rpc.channel import channel_to
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_descriptors, load_policy, load_scope_keys
-from kvsp.rpc.convert import checkpoint_from_message, status_from_message, status_to_message
+from kvsp.rpc.convert import checkpoint_from_message, session_id, status_from_message, status_to_message
 from kvsp.rpc.identity import caller
-from kvsp.rpc.interceptors import frames
 from kvsp.v1 import common_pb2, common_pb2_grpc, placement_pb2, placement_pb2_grpc
 from services.placement import metrics
 from services.placement.config import PlacementConfig, check_config
@@ -40,7 +38,6 @@ from services.placement.store import SqliteStore, StoreError
 
 SERVICES: Final = ("kvsp.v1.Placement", "kvsp.v1.Authority")
 CHECKPOINT: Final = access.find("PUT", "sessions/{session}/checkpoint")
-FRONTEND: Final = frozenset({"frontend"})
 STORE_NAME: Final = "placement.sqlite"
 WATCH_S: Final = 1.0
 FAR_MS: Final = 86_400_000
@@ -84,7 +81,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
         identity = caller(context, self._policy)
         access.authorize(self._policy, identity, CHECKPOINT)
         checkpoint = checkpoint_from_message(request.checkpoint)
-        if _uuid(request.session) != checkpoint.session:
+        if session_id(request.session) != checkpoint.session:
             raise bad_request("session is not that of the path")
         self._state.check_bounds(checkpoint)
         self._policy.require_scope(identity, checkpoint.scope_id)
@@ -122,7 +119,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
         """The bindings of a session, until it ends."""
         identity = caller(context, self._policy)
         self._policy.require_role(identity, FRONTEND)
-        session = _uuid(request.session)
+        session = session_id(request.session)
         self._state.binding(identity.uri, session)  # refuses strangers before anything is kept for them
         with self._controller.followers.follow(session) as follower:
             binding = await self._controller.event(lambda _: self._state.binding(identity.uri, session))
@@ -137,7 +134,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
         """Forget a session."""
         identity = caller(context, self._policy)
         self._policy.require_role(identity, FRONTEND)
-        session = _uuid(request.session)
+        session = session_id(request.session)
         await self._controller.event(lambda now: self._state.end(identity.uri, session, now))
         return placement_pb2.EndSessionReply()
 
@@ -183,13 +180,6 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
         )
 
 
-def _uuid(text: str) -> str:
-    try:
-        return normal_uuid(text)
-    except ValueError as error:
-        raise bad_request(f"session: {error}") from None
-
-
 def _binding(binding: Binding) -> placement_pb2.Binding:
     return placement_pb2.Binding(session=binding.session, epoch=binding.epoch, instance=binding.instance)
 
@@ -220,13 +210,6 @@ def register(target: grpc.aio.Server, servicer: PlacementServicer, policy: Polic
     common_pb2_grpc.add_AuthorityServicer_to_server(Authority(policy), target)
 
 
-def stop_if_failed(task: asyncio.Task[Any]) -> None:
-    """A controller that cannot write, or has lost a task, only seems to work: stop, and be started again."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("background task failed", kind=type(error).__name__, where=frames(error))
-        signal.raise_signal(signal.SIGTERM)
-
-
 def _serves(config: PlacementConfig, policy: Policy) -> Any:
     """Instances that are directed from here and are trusted with the scope (R-211)."""
     directed = frozenset(peer.base_uri for peer in config.instances)
@@ -245,7 +228,7 @@ def _serves(config: PlacementConfig, policy: Policy) -> Any:
 
 @asynccontextmanager
 async def controlling(
-    config: PlacementConfig, policy: Policy, on_failure: Any = stop_if_failed
+    config: PlacementConfig, policy: Policy, on_failure: Any = server.stop_if_failed
 ) -> AsyncIterator[Controller]:
     """A controller with what an earlier one has left. Raises ConfigError."""
     descriptors = load_descriptors(config.descriptors)
@@ -257,11 +240,11 @@ async def controlling(
         raise ConfigError(f"state_dir: {error}") from None
     journal = Journal(store)
     try:
-        index = open_channel(config.index.address, config.index.tls)
+        index = channel_to("index", config.index)
         instances = Instances(config.principal, config.instances, config.https)
-    except (ValueError, OSError) as error:
+    except ConfigError:
         journal.close()
-        raise ConfigError(f"index or instances: {error}") from None
+        raise
     state = PlacementState(
         config.settings(),
         new_id=lambda: str(uuid.uuid4()),

@@ -12,8 +12,7 @@ from kvsp.client import Credentials
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import ResumeRequest
-from kvsp.rpc.config import Tls
-from services.placement.config import InstancePeer
+from kvsp.rpc.config import Party, Tls
 from services.placement.instances import Instances
 from tests.client.peers import Peer
 from tests.client.test_roles import CASES, CHECKPOINT, DIRECTIVE, LOADED, PREFETCH, RESUMED
@@ -36,7 +35,7 @@ async def test_every_call_reaches_the_resource(serve: Serve, https: Tls) -> None
         "POST sessions": (202, RESUMED),
         "PUT state": (200, {"state": "draining"}),
     }
-    instances = Instances(PRINCIPAL, [InstancePeer(peer.base)], https)
+    instances = Instances(PRINCIPAL, [Party(peer.base)], https)
     calls = instances[peer.base]
     assert (await calls.prefetch(PREFETCH)).state == "partial"
     assert (await calls.directive(DIRECTIVE)).state == "partial"
@@ -53,7 +52,7 @@ async def test_what_an_instance_refuses_is_refused(serve: Serve, https: Tls) -> 
     peer = serve()
     problem = {"type": registry.STALE_EPOCH.uri, "title": "x", "status": 409}
     peer.replies["POST sessions"] = (409, problem)
-    instances = Instances(PRINCIPAL, [InstancePeer(peer.base)], https)
+    instances = Instances(PRINCIPAL, [Party(peer.base)], https)
     with pytest.raises(KvspError) as error:
         await instances[peer.base].resume(ResumeRequest(2, CHECKPOINT))
     assert error.value.problem == registry.STALE_EPOCH
@@ -63,7 +62,7 @@ async def test_what_an_instance_refuses_is_refused(serve: Serve, https: Tls) -> 
 @pytest.mark.spec("D10")
 async def test_nobody_else_is_called(serve: Serve, https: Tls) -> None:
     peer = serve()
-    instances = Instances(PRINCIPAL, [InstancePeer("https://ii1.example/")], https)
+    instances = Instances(PRINCIPAL, [Party("https://ii1.example/")], https)
     for uri in (peer.base, "https://ii2.example/"):
         with pytest.raises(KvspError) as error:
             _: Any = instances[uri]

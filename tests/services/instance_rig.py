@@ -23,7 +23,7 @@ from kvsp.protocol.names import party_id
 from kvsp.protocol.policy import Policy
 from kvsp.rpc.channel import open_channel
 from kvsp.rpc.clock import now_ms
-from kvsp.rpc.config import Peer
+from kvsp.rpc.config import Party, Peer
 from kvsp.rpc.convert import block_name
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
@@ -38,7 +38,7 @@ from services.index.config import IndexConfig
 from services.index.state import IndexState
 from services.instance import loading
 from services.instance import server as instance_server
-from services.instance.config import InstanceConfig, Party
+from services.instance.config import InstanceConfig
 from services.instance.directory import Directory
 from services.instance.engine import Event, Sampled, Stats, Work
 from services.instance.filling import Prefixes

@@ -22,7 +22,7 @@ from kvsp.protocol.records import (
     SessionCheckpoint,
 )
 from kvsp.rpc.channel import open_channel
-from kvsp.rpc.config import Peer
+from kvsp.rpc.config import Party, Peer
 from kvsp.rpc.convert import (
     checkpoint_from_message,
     checkpoint_to_message,
@@ -45,7 +45,7 @@ from kvsp.v1 import (
 from services.index import server as index_server
 from services.index.config import IndexConfig
 from services.index.state import IndexState
-from services.placement.config import InstancePeer, PlacementConfig
+from services.placement.config import PlacementConfig
 from services.placement.controller import Controller
 from services.placement.server import PlacementServicer, controlling, register
 from tests.services import index_records
@@ -164,7 +164,7 @@ class World:
             policy="",
             state_dir=str(folder / "state"),
             index=Peer(f"unix:{folder}/is.sock"),
-            instances=tuple(InstancePeer(uri, f"unix:{folder}/{name}.sock") for uri, name in NAMES.items()),
+            instances=tuple(Party(uri, f"unix:{folder}/{name}.sock") for uri, name in NAMES.items()),
         )
         self.config = structs.replace(made, **config)
         self.controller: Controller

@@ -93,7 +93,7 @@ def test_a_full_configuration(tmp_path: Path) -> None:
     policy = Policy.load(policy_text())
     assert check_identity(config, policy).uri == II
     check_parties(config, policy)
-    assert config.placement.peer() is not None
+    assert config.placement.peer is not None
 
 
 @pytest.mark.spec("D10", "R-211")
