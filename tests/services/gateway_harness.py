@@ -135,6 +135,23 @@ class World:
             await asyncio.sleep(0)
         return world
 
+    def chunked(self, method: str, target: str, principal: str) -> int:
+        """Status of a JSON body that does not say how long it is, and is more than the limit."""
+
+        async def send() -> int:
+            reader, writer = await self.connect()
+            head = f"{method} {target} HTTP/1.1\r\nhost: x\r\nx-forwarded-client-cert: URI={principal}\r\n"
+            fields = "content-type: application/kvsp+json\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write((head + fields).encode())
+            for _ in range(9):
+                writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+            response = await read_response(reader)
+            writer.close()
+            return response.status
+
+        status: int = self.run(send())
+        return status
+
     def config(self) -> GatewayConfig:
         path = self.folder / "gateway.toml"
         path.write_text(self.config_text.format(folder=self.folder, holder=H1))

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from msgspec import structs
 
+from kvsp.protocol import registry
+from kvsp.protocol.errors import KvspError
 from kvsp.protocol.estimate import Run, Source
 from kvsp.protocol.records import InstanceStatus, Link, ResumeRequest, Sampler, SessionCheckpoint
-from services.placement.instructions import Forget, Instruction, Persist, Row, SendResume, Survey, key_of
+from services.placement.instructions import Binding, Forget, Instruction, Persist, Row, SendResume, Survey, key_of
 from services.placement.settings import Settings
 from services.placement.state import Assignment, PlacementState
 
@@ -156,3 +159,21 @@ class Driven:
     def resume_failed(self, request: ResumeRequest) -> None:
         self.state.resume_failed(request.checkpoint.session, request.epoch, self.now_ms)
         self.drain()
+
+
+def refused(problem: registry.ProblemType) -> pytest.RaisesExc[KvspError]:
+    return pytest.RaisesExc(KvspError, check=lambda error: error.problem == problem)
+
+
+def assigned(*others: str, settings: Settings | None = None) -> Driven:
+    """Session 1 runs at A; the others have come since."""
+    pc = Driven(settings or Settings())
+    pc.status(status(A))
+    assert pc.assign(1).binding == Binding(session_id(1), 1, A)
+    for uri in others:
+        pc.status(status(uri))
+    return pc
+
+
+def fail(pc: Driven, instance: str = A) -> None:
+    pc.status(status(instance, state="failed"))

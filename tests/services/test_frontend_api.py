@@ -29,24 +29,12 @@ from tests.services.frontend_harness import (
     asked,
     chat,
     finished,
-    make_model,
     tokens,
     world,
 )
 
 SAID = "The ansẅer is 42, my friend."
 CHAT = "v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_model(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture
-async def fe(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[World]:
-    async with world(tmp_path, tokenizer) as made:
-        yield made
 
 
 # --- answers ---

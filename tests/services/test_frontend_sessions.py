@@ -20,7 +20,6 @@ from tests.services.frontend_harness import (
     World,
     asked,
     finished,
-    make_model,
     reused,
     tokens,
     world,
@@ -32,17 +31,6 @@ AT = len(HALF.encode())
 
 Events = AsyncIterator[instance_pb2.GenerateEvent]
 Request = instance_pb2.GenerateRequest
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_model(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture
-async def fe(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[World]:
-    async with world(tmp_path, tokenizer) as made:
-        yield made
 
 
 async def reading(fe: World, until: str) -> tuple[Reply, AsyncGenerator[Reply, None]]:

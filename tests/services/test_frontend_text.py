@@ -17,11 +17,6 @@ from tests.services.frontend_harness import CONTEXT as CONTEXT_TOKENS
 from tests.services.frontend_harness import make_model
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_model(tmp_path_factory.mktemp("model") / "tiny"))
-
-
 def octets(tokens: Sequence[int]) -> str:
     """A byte-level decoder: token t is octet t."""
     return bytes(tokens).decode(errors="replace")

@@ -268,17 +268,7 @@ def test_body_limit_by_declaration_and_by_count(world: World) -> None:
     declared = world.request("POST", "/is/lookup", b"", {"content-length": "8388609"} | JSON)
     assert (declared.status, declared.problem["title"]) == (413, "Content Too Large")
 
-    async def chunked() -> int:
-        reader, writer = await world.connect()
-        head = f"POST /is/lookup HTTP/1.1\r\nhost: x\r\nx-forwarded-client-cert: URI={CLIENT}\r\n"
-        writer.write((head + "content-type: application/kvsp+json\r\ntransfer-encoding: chunked\r\n\r\n").encode())
-        for _ in range(9):
-            writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
-        response = await read_response(reader)
-        writer.close()
-        return response.status
-
-    assert world.run(chunked()) == 413
+    assert world.chunked("POST", "/is/lookup", CLIENT) == 413
 
 
 # --- the JSON resources ---

@@ -12,7 +12,7 @@ from kvsp.protocol import access, limits, registry
 from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.protocol.names import party_id
 from kvsp.protocol.routes import ROUTES
-from tests.services.gateway_harness import CLIENT, FOREIGN, NOWHERE, Response, make_block, read_response, store
+from tests.services.gateway_harness import CLIENT, FOREIGN, NOWHERE, Response, make_block, store
 from tests.services.gateway_roles import (
     CASES,
     CHECKPOINT,
@@ -326,17 +326,7 @@ def test_a_checkpoint_is_bounded_by_declaration_and_by_count(roles: Roles) -> No
     long = [4294967295] * 800_000
     assert ask(roles, "checkpoint", generated=long, output_offset=len(long)).status == 413
 
-    async def chunked() -> int:
-        reader, writer = await roles.connect()
-        head = f"PUT {CHECKPOINT_PATH} HTTP/1.1\r\nhost: x\r\nx-forwarded-client-cert: URI={II1}\r\n"
-        writer.write((head + "content-type: application/kvsp+json\r\ntransfer-encoding: chunked\r\n\r\n").encode())
-        for _ in range(9):
-            writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
-        response = await read_response(reader)
-        writer.close()
-        return response.status
-
-    assert roles.run(chunked()) == 413
+    assert roles.chunked("PUT", CHECKPOINT_PATH, II1) == 413
     # Escapes and exponents make a message of more octets than its text: no message leaves that none would take.
     params = {"x": [1e15] * 900_000}
     grown = ask(roles, "checkpoint", sampler=CHECKPOINT["sampler"] | {"params": params})

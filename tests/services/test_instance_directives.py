@@ -7,8 +7,8 @@ import pytest
 from kvsp.protocol import limits, registry
 from kvsp.protocol.records import DirectiveBlock
 from services.instance.instructions import BeginDirective, StopDirective
+from tests.services.holder_states import refused
 from tests.services.instance_states import FOREIGN, H1, H2, Driver, block_key, directive, session_id
-from tests.services.test_instance_state import refused
 
 
 def outcome(driver: Driver, block: int, *, loaded: bool, of: int = 1) -> None:

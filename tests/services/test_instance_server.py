@@ -18,6 +18,7 @@ from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import common_pb2, common_pb2_grpc, instance_pb2
 from services.instance.engine import BlockDone, Finished, PrefixLost, Started
+from tests.services.holder_harness import refused
 from tests.services.instance_rig import (
     DESCRIPTOR,
     FE,
@@ -44,13 +45,6 @@ S1, S2 = session_id(1), session_id(2)
 async def ii(tmp_path: Path) -> AsyncIterator[Instance]:
     async with world(tmp_path, "ii1", "h1") as made, instance(made, "h1", durable=(URIS["h1"],)) as running:
         yield running
-
-
-async def refused(problem: registry.ProblemType, call: Any) -> KvspError:
-    with pytest.raises(KvspError) as caught:
-        await call
-    assert caught.value.problem is problem
-    return caught.value
 
 
 def directive(ii: Instance, i: int, blocks: list[int], **changes: Any) -> instance_pb2.PrefetchDirective:

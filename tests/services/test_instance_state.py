@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsp.protocol import keys, registry
-from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import CheckpointReply
 from services.instance import lifecycle
 from services.instance.instructions import (
@@ -25,6 +23,7 @@ from services.instance.instructions import (
     StartSession,
     StopSession,
 )
+from tests.services.holder_states import refused
 from tests.services.instance_states import (
     BLOCK,
     COMPAT,
@@ -37,13 +36,6 @@ from tests.services.instance_states import (
     sampler,
     session_id,
 )
-
-
-def refused(problem: registry.ProblemType, call: Callable[[], Any]) -> KvspError:
-    with pytest.raises(KvspError) as caught:
-        call()
-    assert caught.value.problem is problem
-    return caught.value
 
 
 def released(driver: Driver) -> list[int]:

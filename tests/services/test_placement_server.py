@@ -31,12 +31,12 @@ from tests.services.placement_records import (
     B,
     checkpoint,
     keys,
+    refused,
     session_id,
     status,
 )
 from tests.services.placement_world import World, world
 from tests.services.rpc import problem_of
-from tests.services.test_placement_state import refused
 
 
 @pytest.fixture

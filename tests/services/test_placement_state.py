@@ -6,7 +6,6 @@ import pytest
 from msgspec import structs
 
 from kvsp.protocol import limits, registry
-from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import Link
 from services.placement.instructions import (
     Feed,
@@ -34,16 +33,12 @@ from tests.services.placement_records import (
     Driven,
     checkpoint,
     keys,
+    refused,
     run,
     session_id,
     source,
     status,
 )
-
-
-def refused(problem: registry.ProblemType) -> pytest.RaisesExc[KvspError]:
-    return pytest.RaisesExc(KvspError, check=lambda error: error.problem == problem)
-
 
 # --- status (A9) ----------------------------------------------------------------------
 

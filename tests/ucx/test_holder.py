@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -19,7 +19,18 @@ from kvsp.bulk.holder import HolderClient
 from kvsp.protocol import container, registry
 from kvsp.protocol.errors import KvspError
 from kvsp.rpc.channel import open_channel
-from tests.services.holder_harness import BASE_URI, CLIENT, CLIENT2, HOLDER, POLICY_TEXT, block, name, rig, until
+from tests.services.holder_harness import (
+    BASE_URI,
+    CLIENT,
+    CLIENT2,
+    HOLDER,
+    POLICY_TEXT,
+    Rig,
+    block,
+    name,
+    rig,
+    until,
+)
 from tests.services.test_rpc_identity import Pki
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
@@ -66,6 +77,12 @@ async def remote_holder(folder: Path) -> AsyncIterator[grpc.aio.Channel]:
             process.kill()
 
 
+def ucx_rig(folder: Path) -> AbstractAsyncContextManager[Rig]:
+    """A holder on this host that is read and written over UCX all the same."""
+    ucx = {"ucx": {"listen": "127.0.0.1:0"}}
+    return rig(folder, schemes=("ucx",), with_index=False, arena_octets=32 << 20, bulk=ucx)
+
+
 @pytest.mark.spec("D14")
 async def test_blocks_go_to_a_remote_holder_and_come_back_over_ucx(tmp_path: Path) -> None:
     made = block(1, layers=8, section=1 << 20)
@@ -92,13 +109,7 @@ async def test_blocks_go_to_a_remote_holder_and_come_back_over_ucx(tmp_path: Pat
 
 @pytest.mark.spec("D14")
 async def test_a_pin_that_is_dropped_takes_its_ticket_with_it(tmp_path: Path) -> None:
-    async with rig(
-        tmp_path,
-        schemes=("ucx",),
-        with_index=False,
-        arena_octets=32 << 20,
-        bulk={"ucx": {"listen": "127.0.0.1:0"}},
-    ) as holder:
+    async with ucx_rig(tmp_path) as holder:
         await holder.put(1, block(1, layers=4, section=1 << 20))
         opened = await holder.client.open(CLIENT, name(1))
         (ticket,) = [ticket for _, ticket in holder.host.offers._tickets.values()]
@@ -125,13 +136,7 @@ async def test_a_holder_without_the_library_serves_by_other_means(
 
 
 async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    async with rig(
-        tmp_path,
-        schemes=("ucx",),
-        with_index=False,
-        arena_octets=32 << 20,
-        bulk={"ucx": {"listen": "127.0.0.1:0"}},
-    ) as holder:
+    async with ucx_rig(tmp_path) as holder:
         made = os.urandom(16 << 20)
         reserved = await holder.client.reserve(CLIENT, name(1), len(made))
         assert reserved is not None
@@ -166,13 +171,7 @@ async def test_a_transfer_that_is_ended_at_once_does_not_end_the_next(tmp_path: 
 
 @pytest.mark.spec("D14")
 async def test_tickets_are_void_once_their_principal_has_gone(tmp_path: Path) -> None:
-    async with rig(
-        tmp_path,
-        schemes=("ucx",),
-        with_index=False,
-        arena_octets=32 << 20,
-        bulk={"ucx": {"listen": "127.0.0.1:0"}},
-    ) as holder:
+    async with ucx_rig(tmp_path) as holder:
         await holder.put(1, block(1, layers=4, section=1 << 20))
         opened = await holder.client.open(CLIENT, name(1))
         other = await holder.client.open(CLIENT2, name(1))
