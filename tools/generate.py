@@ -1,4 +1,4 @@
-"""Write, or with --check compare, every generated file: kvsp/v1, docs/openapi.json, docs/conformance.md."""
+"""Write, or with --check compare, what is generated: kvsp/v1, docs/openapi.json, docs/conformance.md, diagrams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,16 @@ def conformance(target: Path) -> None:
     (target / "docs/conformance.md").write_text(render(ROOT / "tests"))
 
 
-GENERATORS = (protobuf, openapi, conformance)
+def diagrams(target: Path) -> None:
+    """docs/resharding.md with the diagram of its transition table."""
+    from tools.diagrams import render
+
+    (target / "docs").mkdir(parents=True, exist_ok=True)
+    page = (ROOT / "docs/resharding.md").read_text(encoding="utf-8")
+    (target / "docs/resharding.md").write_text(render(page), encoding="utf-8")
+
+
+GENERATORS = (protobuf, openapi, conformance, diagrams)
 
 
 def main() -> int:

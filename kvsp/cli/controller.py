@@ -12,13 +12,16 @@ import grpc
 from msgspec import Struct
 
 from kvsp.protocol.errors import bad_request
+from kvsp.protocol.records import ShardMap
 from kvsp.rpc import config
 from kvsp.rpc.channel import open_channel
+from kvsp.rpc.convert_groups import shard_map_from_messages
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import placement_pb2, placement_pb2_grpc
 
 TIMEOUT_S: Final = 10.0
+RESIZE_TIMEOUT_S: Final = 60.0  # a step has a deadline of its own
 
 
 class _Instance(Struct, frozen=True):
@@ -67,6 +70,24 @@ class Controller:
             reply = await self._stub.SetInstanceState(request, metadata=self._metadata, timeout=TIMEOUT_S)
         return reply.state
 
+    async def resize_group(self, session: str, members: int) -> ShardMap:
+        """Shard the context of a session over so many instances; the version in effect then.
+
+        Raises KvspError: 404 without such a group, kvsp-plan-conflict when the step was not taken, 503 without
+        enough instances.
+        """
+        request = placement_pb2.ResizeGroupRequest(session=session, members=members)
+        async with translated():
+            reply = await self._stub.ResizeGroup(request, metadata=self._metadata, timeout=RESIZE_TIMEOUT_S)
+        return shard_map(reply)
+
+    async def reset_epoch(self, instance: str) -> int:
+        """Let the epochs of an instance begin anew. Returns the highest one so far."""
+        request = placement_pb2.ResetInstanceEpochRequest(instance=instance)
+        async with translated():
+            reply = await self._stub.ResetInstanceEpoch(request, metadata=self._metadata, timeout=TIMEOUT_S)
+        return reply.epoch
+
     async def watch(self) -> AsyncIterator[placement_pb2.Overview]:
         """What the controller sees: now, and then once a second."""
         async with translated():
@@ -83,6 +104,17 @@ async def open_controller(file: ControllerFile) -> AsyncIterator[Controller]:
         raise bad_request(str(error)) from None
     async with channel:
         yield Controller(file, channel)
+
+
+def shard_map(message: placement_pb2.ShardMapMessage) -> ShardMap:
+    """A map as the controller tells of it. Raises KvspError (400)."""
+    return shard_map_from_messages(message.map, message.version, message.shards)
+
+
+def shards_text(shards: ShardMap) -> str:
+    """A map in one line: its session, version, and who holds which tokens (half-open)."""
+    held = (f"{instance_name(each.instance)} {each.tokens[0]}-{each.tokens[1]}" for each in shards.shards)
+    return f"{shards.map} v{shards.version}: {', '.join(held)}"
 
 
 def instance_name(base_uri: str) -> str:

@@ -18,6 +18,7 @@ app.command("get")(remote.get)
 app.command("put")(remote.put)
 app.command("top")(fleet.top)
 app.add_typer(fleet.instance, name="instance")
+app.add_typer(fleet.group, name="group")
 
 
 _HELP = "Look into KV-cache blocks, name them, find, fetch and store them; watch instances."

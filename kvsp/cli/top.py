@@ -48,14 +48,21 @@ def read_metrics(directory: Path) -> dict[str, float]:
     """Samples of all processes configured in a directory, summed, by `name` or `name:label value`."""
     totals: dict[str, float] = defaultdict(float)
     for path in sorted(directory.glob("*.toml")):
-        # A process that is away, or none of ours, shows nothing; the controller's own view does not depend on it.
-        try:
-            address = tomllib.loads(path.read_text(encoding="utf-8")).get("admin")
-            if isinstance(address, str) and address:
-                _add(totals, address)
-        except (OSError, ValueError):
-            continue
+        for name, value in process_metrics(path).items():
+            totals[name] += value
     return dict(totals)
+
+
+def process_metrics(config: Path) -> dict[str, float]:
+    """Samples of the process of a configuration file; none when it is away or shows none."""
+    totals: dict[str, float] = defaultdict(float)
+    try:
+        address = tomllib.loads(config.read_text(encoding="utf-8")).get("admin")
+        if isinstance(address, str) and address:
+            _add(totals, address)
+    except (OSError, ValueError):
+        pass  # what the caller sees besides does not depend on it
+    return totals
 
 
 def _add(totals: dict[str, float], address: str) -> None:
@@ -102,6 +109,9 @@ def _totals(overview: placement_pb2.Overview, metrics: Mapping[str, float]) -> T
         # A counter has no sample before something was counted, but others of its process have.
         if any(each.startswith(f"kvsp_{role}_") for each in metrics):
             table.add_row(name, f"{metrics.get(metric, 0):,.0f}")
+    if overview.groups:
+        held = sum(len(each.shards) for each in overview.groups)
+        table.add_row("groups", f"{len(overview.groups):,}", f"over {held:,} shards")
     table.add_row("migrations", f"{overview.migrations:,}", f"{overview.checkpoints:,} checkpoints")
     table.add_row("prefetches", f"{overview.directives:,}")
     return table

@@ -6,14 +6,30 @@ All ranges are half-open token ranges [first, end) (R-005); a list of them is as
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 import msgspec
 
-from kvsp.protocol.records import ReshardFetch, ReshardRequest, Shard, ShardMap
+from kvsp.protocol.records import ReshardFetch, ReshardRequest, SessionCheckpoint, Shard, ShardMap
 
 Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """What a member of a group has to know of the context, inside: "how an instance first learns a map" (U-38).
+
+    `checkpoint` names the blocks, those of its prompt and those that its tokens complete. `next` are the shards of
+    the version that a plan is about to prepare, or none.
+    """
+
+    map: ShardMap
+    checkpoint: SessionCheckpoint
+    prompt_tokens: int
+    block_tokens: int
+    next: tuple[Shard, ...] = ()
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:

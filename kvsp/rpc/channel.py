@@ -27,10 +27,11 @@ KEEPALIVE: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# A role that restarts is found again within a second.
+# A role that restarts is found again within a second. "min_reconnect_backoff" is no pause but how long an attempt
+# may take at least: who is busy or far away needs time to answer the handshake.
 _RECONNECT: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 

@@ -251,11 +251,11 @@ def reshard_to_message(request: ReshardRequest) -> instance_pb2.ReshardRequest:
         plan = message.plan
         setattr(plan, "from", members["from"])
         plan.to, plan.deadline_ms = members["to"], members["deadline_ms"]
-        plan.retain.extend(map(_token_range, members["retain"]))
-        plan.release.extend(map(_token_range, members["release"]))
+        plan.retain.extend(map(token_range, members["retain"]))
+        plan.release.extend(map(token_range, members["release"]))
         for entry in members["fetch"]:
             plan.fetch.append(
-                instance_pb2.ReshardFetch(tokens=_token_range(entry["tokens"]), **{"from": entry["from"]})
+                instance_pb2.ReshardFetch(tokens=token_range(entry["tokens"]), **{"from": entry["from"]})
             )
     return message
 
@@ -336,8 +336,9 @@ def _source_from_message(message: index_pb2.SurveySource) -> Source:
     return Source(message.holder, message.layer_count, message.layer_bits, tiers)
 
 
-def _token_range(tokens: tuple[int, int]) -> instance_pb2.TokenRange:
-    return instance_pb2.TokenRange(first=tokens[0], end=tokens[1])
+def token_range(tokens: tuple[int, int]) -> common_pb2.TokenRange:
+    """A token range as a message."""
+    return common_pb2.TokenRange(first=tokens[0], end=tokens[1])
 
 
 def join_keys(keys: Iterable[str]) -> bytes:

@@ -349,6 +349,76 @@ class SessionCheckpoint(_message.Message):
 Global___SessionCheckpoint: _TypeAlias = SessionCheckpoint  # noqa: Y015
 
 @_typing.final
+class TokenRange(_message.Message):
+    """half-open"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    end: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenRange: _TypeAlias = TokenRange  # noqa: Y015
+
+@_typing.final
+class GroupShard(_message.Message):
+    """A token range of a sharded context and the base URI of the instance that holds it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    @_builtins.property
+    def tokens(self) -> Global___TokenRange: ...
+    def __init__(
+        self,
+        *,
+        tokens: Global___TokenRange | None = ...,
+        instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupShard: _TypeAlias = GroupShard  # noqa: Y015
+
+@_typing.final
+class GroupName(_message.Message):
+    """A parallel group: the id of its map."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_FIELD_NUMBER: _builtins.int
+    map: _builtins.str
+    def __init__(
+        self,
+        *,
+        map: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["map", b"map"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupName: _TypeAlias = GroupName  # noqa: Y015
+
+@_typing.final
 class StateChange(_message.Message):
     """A state asked for, or the one in effect."""
 

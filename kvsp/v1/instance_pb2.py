@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvsp.v1 import common_pb2 as kvsp_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvsp/v1/instance.proto\x12\x07kvsp.v1\x1a\x14kvsp/v1/common.proto\"4\n\x0e\x44irectiveBlock\x12\x11\n\tblock_key\x18\x01 \x01(\x0c\x12\x0f\n\x07sources\x18\x02 \x03(\t\"\xda\x01\n\x11PrefetchDirective\x12\x11\n\tdirective\x18\x01 \x01(\t\x12\x10\n\x08scope_id\x18\x02 \x01(\x0c\x12\x11\n\tcompat_id\x18\x03 \x01(\x0c\x12\'\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x17.kvsp.v1.DirectiveBlock\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x10\n\x08lease_ms\x18\x06 \x01(\x04\x12\x18\n\x0brequest_ref\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x0blayer_order\x18\x08 \x01(\tB\x0e\n\x0c_request_ref\"C\n\x0f\x44irectiveStatus\x12\x11\n\tdirective\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06loaded\x18\x03 \x01(\x0c\"(\n\x13GetDirectiveRequest\x12\x11\n\tdirective\x18\x01 \x01(\t\"_\n\rResumeRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12.\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\"D\n\x0bResumeReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\routput_offset\x18\x03 \x01(\x04\"(\n\nTokenRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"A\n\x0cReshardFetch\x12#\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.kvsp.v1.TokenRange\x12\x0c\n\x04\x66rom\x18\x02 \x01(\t\"\xad\x01\n\x0bReshardPlan\x12\x0c\n\x04\x66rom\x18\x01 \x01(\x04\x12\n\n\x02to\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x04\x12#\n\x06retain\x18\x04 \x03(\x0b\x32\x13.kvsp.v1.TokenRange\x12$\n\x05\x66\x65tch\x18\x05 \x03(\x0b\x32\x15.kvsp.v1.ReshardFetch\x12$\n\x07release\x18\x06 \x03(\x0b\x32\x13.kvsp.v1.TokenRange\"n\n\x0eReshardRequest\x12\x0b\n\x03map\x18\x01 \x01(\t\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x14.kvsp.v1.ReshardPlanH\x00\x12\x10\n\x06\x63ommit\x18\x03 \x01(\x04H\x00\x12\x0f\n\x05\x61\x62ort\x18\x04 \x01(\x04H\x00\x42\x06\n\x04step\"U\n\x0cReshardReply\x12\x0b\n\x03map\x18\x01 \x01(\t\x12\x0f\n\x02to\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x07version\x18\x03 \x01(\x04H\x01\x88\x01\x01\x42\x05\n\x03_toB\n\n\x08_version\"\x9d\x01\n\x0fGenerateRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nfrom_index\x18\x03 \x01(\x04\x12\x10\n\x08scope_id\x18\x04 \x01(\x0c\x12\x11\n\tcompat_id\x18\x05 \x01(\x0c\x12\x0e\n\x06prompt\x18\x06 \x03(\r\x12!\n\x07sampler\x18\x07 \x01(\x0b\x32\x10.kvsp.v1.Sampler\"\x94\x01\n\rGenerateEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x06tokens\x18\x02 \x01(\x0b\x32\x0f.kvsp.v1.TokensH\x00\x12%\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x11.kvsp.v1.FinishedH\x00\x12!\n\x06reused\x18\x04 \x01(\x0b\x32\x0f.kvsp.v1.ReusedH\x00\x42\x07\n\x05\x65vent\"-\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"1\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\routput_tokens\x18\x02 \x01(\x04\"6\n\x06Reused\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\"\'\n\x14\x45ndGenerationRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x14\n\x12\x45ndGenerationReply2\xcc\x03\n\x08Instance\x12@\n\x08Prefetch\x12\x1a.kvsp.v1.PrefetchDirective\x1a\x18.kvsp.v1.DirectiveStatus\x12\x46\n\x0cGetDirective\x12\x1c.kvsp.v1.GetDirectiveRequest\x1a\x18.kvsp.v1.DirectiveStatus\x12\x36\n\x06Resume\x12\x16.kvsp.v1.ResumeRequest\x1a\x14.kvsp.v1.ResumeReply\x12\x36\n\x08PutState\x12\x14.kvsp.v1.StateChange\x1a\x14.kvsp.v1.StateChange\x12\x39\n\x07Reshard\x12\x17.kvsp.v1.ReshardRequest\x1a\x15.kvsp.v1.ReshardReply\x12>\n\x08Generate\x12\x18.kvsp.v1.GenerateRequest\x1a\x16.kvsp.v1.GenerateEvent0\x01\x12K\n\rEndGeneration\x12\x1d.kvsp.v1.EndGenerationRequest\x1a\x1b.kvsp.v1.EndGenerationReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvsp/v1/instance.proto\x12\x07kvsp.v1\x1a\x14kvsp/v1/common.proto\"4\n\x0e\x44irectiveBlock\x12\x11\n\tblock_key\x18\x01 \x01(\x0c\x12\x0f\n\x07sources\x18\x02 \x03(\t\"\xda\x01\n\x11PrefetchDirective\x12\x11\n\tdirective\x18\x01 \x01(\t\x12\x10\n\x08scope_id\x18\x02 \x01(\x0c\x12\x11\n\tcompat_id\x18\x03 \x01(\x0c\x12\'\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x17.kvsp.v1.DirectiveBlock\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x10\n\x08lease_ms\x18\x06 \x01(\x04\x12\x18\n\x0brequest_ref\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x0blayer_order\x18\x08 \x01(\tB\x0e\n\x0c_request_ref\"C\n\x0f\x44irectiveStatus\x12\x11\n\tdirective\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06loaded\x18\x03 \x01(\x0c\"(\n\x13GetDirectiveRequest\x12\x11\n\tdirective\x18\x01 \x01(\t\"_\n\rResumeRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12.\n\ncheckpoint\x18\x03 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\"D\n\x0bResumeReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\routput_offset\x18\x03 \x01(\x04\"A\n\x0cReshardFetch\x12#\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.kvsp.v1.TokenRange\x12\x0c\n\x04\x66rom\x18\x02 \x01(\t\"\xad\x01\n\x0bReshardPlan\x12\x0c\n\x04\x66rom\x18\x01 \x01(\x04\x12\n\n\x02to\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x04\x12#\n\x06retain\x18\x04 \x03(\x0b\x32\x13.kvsp.v1.TokenRange\x12$\n\x05\x66\x65tch\x18\x05 \x03(\x0b\x32\x15.kvsp.v1.ReshardFetch\x12$\n\x07release\x18\x06 \x03(\x0b\x32\x13.kvsp.v1.TokenRange\"n\n\x0eReshardRequest\x12\x0b\n\x03map\x18\x01 \x01(\t\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x14.kvsp.v1.ReshardPlanH\x00\x12\x10\n\x06\x63ommit\x18\x03 \x01(\x04H\x00\x12\x0f\n\x05\x61\x62ort\x18\x04 \x01(\x04H\x00\x42\x06\n\x04step\"U\n\x0cReshardReply\x12\x0b\n\x03map\x18\x01 \x01(\t\x12\x0f\n\x02to\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x07version\x18\x03 \x01(\x04H\x01\x88\x01\x01\x42\x05\n\x03_toB\n\n\x08_version\"\xd1\x01\n\x0cGroupContext\x12\x0b\n\x03map\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12#\n\x06shards\x18\x03 \x03(\x0b\x32\x13.kvsp.v1.GroupShard\x12.\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\x04\x12!\n\x04next\x18\x07 \x03(\x0b\x32\x13.kvsp.v1.GroupShard\"\x10\n\x0eJoinGroupReply\"\x11\n\x0fLeaveGroupReply\"e\n\x13\x43omputeShardRequest\x12\x0b\n\x03map\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12#\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.kvsp.v1.TokenRange\x12\x0b\n\x03ids\x18\x04 \x03(\r\"\x13\n\x11\x43omputeShardReply\"\x86\x01\n\rAttendRequest\x12\x0b\n\x03map\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x0e\n\x06\x62\x65\x66ore\x18\x04 \x01(\x04\x12\r\n\x05heads\x18\x05 \x01(\r\x12\x0b\n\x03new\x18\x06 \x01(\r\x12\x0b\n\x03\x64im\x18\x07 \x01(\r\x12\x0f\n\x07queries\x18\x08 \x01(\x0c\"Q\n\x0b\x41ttendReply\x12\x0e\n\x06output\x18\x01 \x01(\x0c\x12\x0f\n\x07log_sum\x18\x02 \x01(\x0c\x12!\n\x07problem\x18\x03 \x01(\x0b\x32\x10.kvsp.v1.Problem\"\x9d\x01\n\x0fGenerateRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nfrom_index\x18\x03 \x01(\x04\x12\x10\n\x08scope_id\x18\x04 \x01(\x0c\x12\x11\n\tcompat_id\x18\x05 \x01(\x0c\x12\x0e\n\x06prompt\x18\x06 \x03(\r\x12!\n\x07sampler\x18\x07 \x01(\x0b\x32\x10.kvsp.v1.Sampler\"\x94\x01\n\rGenerateEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x06tokens\x18\x02 \x01(\x0b\x32\x0f.kvsp.v1.TokensH\x00\x12%\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x11.kvsp.v1.FinishedH\x00\x12!\n\x06reused\x18\x04 \x01(\x0b\x32\x0f.kvsp.v1.ReusedH\x00\x42\x07\n\x05\x65vent\"-\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"1\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\routput_tokens\x18\x02 \x01(\x04\"6\n\x06Reused\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\"\'\n\x14\x45ndGenerationRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x14\n\x12\x45ndGenerationReply2\xcb\x05\n\x08Instance\x12@\n\x08Prefetch\x12\x1a.kvsp.v1.PrefetchDirective\x1a\x18.kvsp.v1.DirectiveStatus\x12\x46\n\x0cGetDirective\x12\x1c.kvsp.v1.GetDirectiveRequest\x1a\x18.kvsp.v1.DirectiveStatus\x12\x36\n\x06Resume\x12\x16.kvsp.v1.ResumeRequest\x1a\x14.kvsp.v1.ResumeReply\x12\x36\n\x08PutState\x12\x14.kvsp.v1.StateChange\x1a\x14.kvsp.v1.StateChange\x12\x39\n\x07Reshard\x12\x17.kvsp.v1.ReshardRequest\x1a\x15.kvsp.v1.ReshardReply\x12;\n\tJoinGroup\x12\x15.kvsp.v1.GroupContext\x1a\x17.kvsp.v1.JoinGroupReply\x12:\n\nLeaveGroup\x12\x12.kvsp.v1.GroupName\x1a\x18.kvsp.v1.LeaveGroupReply\x12H\n\x0c\x43omputeShard\x12\x1c.kvsp.v1.ComputeShardRequest\x1a\x1a.kvsp.v1.ComputeShardReply\x12:\n\x06\x41ttend\x12\x16.kvsp.v1.AttendRequest\x1a\x14.kvsp.v1.AttendReply(\x01\x30\x01\x12>\n\x08Generate\x12\x18.kvsp.v1.GenerateRequest\x1a\x16.kvsp.v1.GenerateEvent0\x01\x12K\n\rEndGeneration\x12\x1d.kvsp.v1.EndGenerationRequest\x1a\x1b.kvsp.v1.EndGenerationReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,30 +44,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEREQUEST']._serialized_end=538
   _globals['_RESUMEREPLY']._serialized_start=540
   _globals['_RESUMEREPLY']._serialized_end=608
-  _globals['_TOKENRANGE']._serialized_start=610
-  _globals['_TOKENRANGE']._serialized_end=650
-  _globals['_RESHARDFETCH']._serialized_start=652
-  _globals['_RESHARDFETCH']._serialized_end=717
-  _globals['_RESHARDPLAN']._serialized_start=720
-  _globals['_RESHARDPLAN']._serialized_end=893
-  _globals['_RESHARDREQUEST']._serialized_start=895
-  _globals['_RESHARDREQUEST']._serialized_end=1005
-  _globals['_RESHARDREPLY']._serialized_start=1007
-  _globals['_RESHARDREPLY']._serialized_end=1092
-  _globals['_GENERATEREQUEST']._serialized_start=1095
-  _globals['_GENERATEREQUEST']._serialized_end=1252
-  _globals['_GENERATEEVENT']._serialized_start=1255
-  _globals['_GENERATEEVENT']._serialized_end=1403
-  _globals['_TOKENS']._serialized_start=1405
-  _globals['_TOKENS']._serialized_end=1450
-  _globals['_FINISHED']._serialized_start=1452
-  _globals['_FINISHED']._serialized_end=1501
-  _globals['_REUSED']._serialized_start=1503
-  _globals['_REUSED']._serialized_end=1557
-  _globals['_ENDGENERATIONREQUEST']._serialized_start=1559
-  _globals['_ENDGENERATIONREQUEST']._serialized_end=1598
-  _globals['_ENDGENERATIONREPLY']._serialized_start=1600
-  _globals['_ENDGENERATIONREPLY']._serialized_end=1620
-  _globals['_INSTANCE']._serialized_start=1623
-  _globals['_INSTANCE']._serialized_end=2083
+  _globals['_RESHARDFETCH']._serialized_start=610
+  _globals['_RESHARDFETCH']._serialized_end=675
+  _globals['_RESHARDPLAN']._serialized_start=678
+  _globals['_RESHARDPLAN']._serialized_end=851
+  _globals['_RESHARDREQUEST']._serialized_start=853
+  _globals['_RESHARDREQUEST']._serialized_end=963
+  _globals['_RESHARDREPLY']._serialized_start=965
+  _globals['_RESHARDREPLY']._serialized_end=1050
+  _globals['_GROUPCONTEXT']._serialized_start=1053
+  _globals['_GROUPCONTEXT']._serialized_end=1262
+  _globals['_JOINGROUPREPLY']._serialized_start=1264
+  _globals['_JOINGROUPREPLY']._serialized_end=1280
+  _globals['_LEAVEGROUPREPLY']._serialized_start=1282
+  _globals['_LEAVEGROUPREPLY']._serialized_end=1299
+  _globals['_COMPUTESHARDREQUEST']._serialized_start=1301
+  _globals['_COMPUTESHARDREQUEST']._serialized_end=1402
+  _globals['_COMPUTESHARDREPLY']._serialized_start=1404
+  _globals['_COMPUTESHARDREPLY']._serialized_end=1423
+  _globals['_ATTENDREQUEST']._serialized_start=1426
+  _globals['_ATTENDREQUEST']._serialized_end=1560
+  _globals['_ATTENDREPLY']._serialized_start=1562
+  _globals['_ATTENDREPLY']._serialized_end=1643
+  _globals['_GENERATEREQUEST']._serialized_start=1646
+  _globals['_GENERATEREQUEST']._serialized_end=1803
+  _globals['_GENERATEEVENT']._serialized_start=1806
+  _globals['_GENERATEEVENT']._serialized_end=1954
+  _globals['_TOKENS']._serialized_start=1956
+  _globals['_TOKENS']._serialized_end=2001
+  _globals['_FINISHED']._serialized_start=2003
+  _globals['_FINISHED']._serialized_end=2052
+  _globals['_REUSED']._serialized_start=2054
+  _globals['_REUSED']._serialized_end=2108
+  _globals['_ENDGENERATIONREQUEST']._serialized_start=2110
+  _globals['_ENDGENERATIONREQUEST']._serialized_end=2149
+  _globals['_ENDGENERATIONREPLY']._serialized_start=2151
+  _globals['_ENDGENERATIONREPLY']._serialized_end=2171
+  _globals['_INSTANCE']._serialized_start=2174
+  _globals['_INSTANCE']._serialized_end=2889
 # @@protoc_insertion_point(module_scope)

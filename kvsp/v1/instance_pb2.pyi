@@ -183,41 +183,17 @@ class ResumeReply(_message.Message):
 Global___ResumeReply: _TypeAlias = ResumeReply  # noqa: Y015
 
 @_typing.final
-class TokenRange(_message.Message):
-    """half-open"""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    first: _builtins.int
-    end: _builtins.int
-    def __init__(
-        self,
-        *,
-        first: _builtins.int = ...,
-        end: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "first", b"first"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenRange: _TypeAlias = TokenRange  # noqa: Y015
-
-@_typing.final
 class ReshardFetch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     FROM_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def tokens(self) -> Global___TokenRange: ...
+    def tokens(self) -> _common_pb2.TokenRange: ...
     def __init__(
         self,
         *,
-        tokens: Global___TokenRange | None = ...,
+        tokens: _common_pb2.TokenRange | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -240,19 +216,19 @@ class ReshardPlan(_message.Message):
     to: _builtins.int
     deadline_ms: _builtins.int
     @_builtins.property
-    def retain(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRange]: ...
+    def retain(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenRange]: ...
     @_builtins.property
     def fetch(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReshardFetch]: ...
     @_builtins.property
-    def release(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRange]: ...
+    def release(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenRange]: ...
     def __init__(
         self,
         *,
         to: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
-        retain: _abc.Iterable[Global___TokenRange] | None = ...,
+        retain: _abc.Iterable[_common_pb2.TokenRange] | None = ...,
         fetch: _abc.Iterable[Global___ReshardFetch] | None = ...,
-        release: _abc.Iterable[Global___TokenRange] | None = ...,
+        release: _abc.Iterable[_common_pb2.TokenRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -326,6 +302,205 @@ class ReshardReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___ReshardReply: _TypeAlias = ReshardReply  # noqa: Y015
+
+@_typing.final
+class GroupContext(_message.Message):
+    """The shards cover the context's complete blocks in order; the last is held by the session's instance ("home"), as is
+    what follows it. `checkpoint` names the blocks: those of its prompt, and those that its tokens complete.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    map: _builtins.str
+    """the session's id"""
+    version: _builtins.int
+    prompt_tokens: _builtins.int
+    block_tokens: _builtins.int
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupShard]: ...
+    @_builtins.property
+    def checkpoint(self) -> _common_pb2.SessionCheckpoint: ...
+    @_builtins.property
+    def next(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupShard]:
+        """of version + 1; before each plan, so that the home knows whom to ask"""
+
+    def __init__(
+        self,
+        *,
+        map: _builtins.str = ...,
+        version: _builtins.int = ...,
+        shards: _abc.Iterable[_common_pb2.GroupShard] | None = ...,
+        checkpoint: _common_pb2.SessionCheckpoint | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+        next: _abc.Iterable[_common_pb2.GroupShard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "checkpoint", b"checkpoint", "map", b"map", "next", b"next", "prompt_tokens", b"prompt_tokens", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupContext: _TypeAlias = GroupContext  # noqa: Y015
+
+@_typing.final
+class JoinGroupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinGroupReply: _TypeAlias = JoinGroupReply  # noqa: Y015
+
+@_typing.final
+class LeaveGroupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveGroupReply: _TypeAlias = LeaveGroupReply  # noqa: Y015
+
+@_typing.final
+class ComputeShardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    map: _builtins.str
+    version: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _common_pb2.TokenRange: ...
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the token of each position of the range"""
+
+    def __init__(
+        self,
+        *,
+        map: _builtins.str = ...,
+        version: _builtins.int = ...,
+        tokens: _common_pb2.TokenRange | None = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "map", b"map", "tokens", b"tokens", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeShardRequest: _TypeAlias = ComputeShardRequest  # noqa: Y015
+
+@_typing.final
+class ComputeShardReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeShardReply: _TypeAlias = ComputeShardReply  # noqa: Y015
+
+@_typing.final
+class AttendRequest(_message.Message):
+    """Numbers are little-endian. `queries` is [heads, new, dim] in float32; tokens at positions from `before` on are
+    not seen.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    NEW_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    map: _builtins.str
+    """in the first message alone, which has nothing else"""
+    version: _builtins.int
+    layer: _builtins.int
+    before: _builtins.int
+    heads: _builtins.int
+    new: _builtins.int
+    dim: _builtins.int
+    queries: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        map: _builtins.str = ...,
+        version: _builtins.int = ...,
+        layer: _builtins.int = ...,
+        before: _builtins.int = ...,
+        heads: _builtins.int = ...,
+        new: _builtins.int = ...,
+        dim: _builtins.int = ...,
+        queries: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "dim", b"dim", "heads", b"heads", "layer", b"layer", "map", b"map", "new", b"new", "queries", b"queries", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttendRequest: _TypeAlias = AttendRequest  # noqa: Y015
+
+@_typing.final
+class AttendReply(_message.Message):
+    """A partial: the output, float32 [heads, new, dim], and the logarithm of its weights' sum, float32 [heads, new]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    LOG_SUM_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    output: _builtins.bytes
+    log_sum: _builtins.bytes
+    @_builtins.property
+    def problem(self) -> _common_pb2.Problem:
+        """instead of both"""
+
+    def __init__(
+        self,
+        *,
+        output: _builtins.bytes = ...,
+        log_sum: _builtins.bytes = ...,
+        problem: _common_pb2.Problem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_sum", b"log_sum", "output", b"output", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttendReply: _TypeAlias = AttendReply  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):

@@ -62,6 +62,26 @@ class InstanceStub:
                 request_serializer=kvsp_dot_v1_dot_instance__pb2.ReshardRequest.SerializeToString,
                 response_deserializer=kvsp_dot_v1_dot_instance__pb2.ReshardReply.FromString,
                 _registered_method=True)
+        self.JoinGroup = channel.unary_unary(
+                '/kvsp.v1.Instance/JoinGroup',
+                request_serializer=kvsp_dot_v1_dot_instance__pb2.GroupContext.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_instance__pb2.JoinGroupReply.FromString,
+                _registered_method=True)
+        self.LeaveGroup = channel.unary_unary(
+                '/kvsp.v1.Instance/LeaveGroup',
+                request_serializer=kvsp_dot_v1_dot_common__pb2.GroupName.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_instance__pb2.LeaveGroupReply.FromString,
+                _registered_method=True)
+        self.ComputeShard = channel.unary_unary(
+                '/kvsp.v1.Instance/ComputeShard',
+                request_serializer=kvsp_dot_v1_dot_instance__pb2.ComputeShardRequest.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_instance__pb2.ComputeShardReply.FromString,
+                _registered_method=True)
+        self.Attend = channel.stream_stream(
+                '/kvsp.v1.Instance/Attend',
+                request_serializer=kvsp_dot_v1_dot_instance__pb2.AttendRequest.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_instance__pb2.AttendReply.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/kvsp.v1.Instance/Generate',
                 request_serializer=kvsp_dot_v1_dot_instance__pb2.GenerateRequest.SerializeToString,
@@ -97,8 +117,9 @@ class InstanceServicer:
 
     def Resume(self, request, context):
         """Continue a session from its checkpoint (R-179 ... R-182, U-35); answered once the session is admitted.
-        Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 kvsp-invalid-state.
-        Who may call: the placement controller.
+        Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 404 kvsp-not-found (another scope's session,
+        or a start of the instance that the controller has not heard of), 409 kvsp-stale-epoch, 409 kvsp-invalid-state,
+        503 queue full. Who may call: the placement controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,8 +133,46 @@ class InstanceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reshard(self, request, context):
-        """A parallel group's plan, commit or abort. Errors: 403, 400, 409 kvsp-plan-conflict, 503.
-        Who may call: the placement controller.
+        """A parallel group's plan (answered once all ranges are fetched and verified), commit or abort (A15, U-38).
+        Errors: 403, 413, 400, 409 kvsp-plan-conflict, 503. Who may call: the placement controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinGroup(self, request, context):
+        """What a member of a parallel group has to know of the context; again, with a newer checkpoint: the names of
+        blocks generated since. A member of the map's version holds its ranges, or is to compute them; another holds
+        nothing until a plan has it fetch.
+        Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-invalid-state, 409
+        kvsp-plan-conflict another version is known, 503 no room. Who may call: the placement controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveGroup(self, request, context):
+        """The context is of no use any more; nothing happens when it is unknown.
+        Errors: 403, 400. Who may call: the placement controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComputeShard(self, request, context):
+        """Compute the KV of a range that the first version gives this instance; answered when it is there.
+        Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict, 409 kvsp-invalid-state, 503.
+        Who may call: the group's instances.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attend(self, request_iterator, context):
+        """Attention of queries over the keys that this member holds, layer by layer. The first message names the group
+        and is not answered; each later one is, in order.
+        Errors: 403, 404 no such group. In a reply: 400, 404 no member of that version, 409 kvsp-plan-conflict a later
+        version is authoritative, 503 the layer was not computed in time. Who may call: the group's instances.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +223,26 @@ def add_InstanceServicer_to_server(servicer, server):
                     servicer.Reshard,
                     request_deserializer=kvsp_dot_v1_dot_instance__pb2.ReshardRequest.FromString,
                     response_serializer=kvsp_dot_v1_dot_instance__pb2.ReshardReply.SerializeToString,
+            ),
+            'JoinGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinGroup,
+                    request_deserializer=kvsp_dot_v1_dot_instance__pb2.GroupContext.FromString,
+                    response_serializer=kvsp_dot_v1_dot_instance__pb2.JoinGroupReply.SerializeToString,
+            ),
+            'LeaveGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveGroup,
+                    request_deserializer=kvsp_dot_v1_dot_common__pb2.GroupName.FromString,
+                    response_serializer=kvsp_dot_v1_dot_instance__pb2.LeaveGroupReply.SerializeToString,
+            ),
+            'ComputeShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeShard,
+                    request_deserializer=kvsp_dot_v1_dot_instance__pb2.ComputeShardRequest.FromString,
+                    response_serializer=kvsp_dot_v1_dot_instance__pb2.ComputeShardReply.SerializeToString,
+            ),
+            'Attend': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=kvsp_dot_v1_dot_instance__pb2.AttendRequest.FromString,
+                    response_serializer=kvsp_dot_v1_dot_instance__pb2.AttendReply.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -313,6 +392,114 @@ class Instance:
             '/kvsp.v1.Instance/Reshard',
             kvsp_dot_v1_dot_instance__pb2.ReshardRequest.SerializeToString,
             kvsp_dot_v1_dot_instance__pb2.ReshardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Instance/JoinGroup',
+            kvsp_dot_v1_dot_instance__pb2.GroupContext.SerializeToString,
+            kvsp_dot_v1_dot_instance__pb2.JoinGroupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Instance/LeaveGroup',
+            kvsp_dot_v1_dot_common__pb2.GroupName.SerializeToString,
+            kvsp_dot_v1_dot_instance__pb2.LeaveGroupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Instance/ComputeShard',
+            kvsp_dot_v1_dot_instance__pb2.ComputeShardRequest.SerializeToString,
+            kvsp_dot_v1_dot_instance__pb2.ComputeShardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attend(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvsp.v1.Instance/Attend',
+            kvsp_dot_v1_dot_instance__pb2.AttendRequest.SerializeToString,
+            kvsp_dot_v1_dot_instance__pb2.AttendReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,14 +45,37 @@ class InstanceStub:
     """Errors: 403, 404 kvsp-not-found. Who may call: the placement controller."""
     Resume: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeReply]
     """Continue a session from its checkpoint (R-179 ... R-182, U-35); answered once the session is admitted.
-    Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 kvsp-invalid-state.
-    Who may call: the placement controller.
+    Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 404 kvsp-not-found (another scope's session,
+    or a start of the instance that the controller has not heard of), 409 kvsp-stale-epoch, 409 kvsp-invalid-state,
+    503 queue full. Who may call: the placement controller.
     """
     PutState: _grpc.UnaryUnaryMultiCallable[_common_pb2.StateChange, _common_pb2.StateChange]
     """Lifecycle (R-107, U-36). Errors: 403, 400, 409 kvsp-invalid-state. Who may call: the placement controller."""
     Reshard: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ReshardRequest, _instance_pb2.ReshardReply]
-    """A parallel group's plan, commit or abort. Errors: 403, 400, 409 kvsp-plan-conflict, 503.
-    Who may call: the placement controller.
+    """A parallel group's plan (answered once all ranges are fetched and verified), commit or abort (A15, U-38).
+    Errors: 403, 413, 400, 409 kvsp-plan-conflict, 503. Who may call: the placement controller.
+    """
+    JoinGroup: _grpc.UnaryUnaryMultiCallable[_instance_pb2.GroupContext, _instance_pb2.JoinGroupReply]
+    """What a member of a parallel group has to know of the context; again, with a newer checkpoint: the names of
+    blocks generated since. A member of the map's version holds its ranges, or is to compute them; another holds
+    nothing until a plan has it fetch.
+    Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-invalid-state, 409
+    kvsp-plan-conflict another version is known, 503 no room. Who may call: the placement controller.
+    """
+    LeaveGroup: _grpc.UnaryUnaryMultiCallable[_common_pb2.GroupName, _instance_pb2.LeaveGroupReply]
+    """The context is of no use any more; nothing happens when it is unknown.
+    Errors: 403, 400. Who may call: the placement controller.
+    """
+    ComputeShard: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ComputeShardRequest, _instance_pb2.ComputeShardReply]
+    """Compute the KV of a range that the first version gives this instance; answered when it is there.
+    Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict, 409 kvsp-invalid-state, 503.
+    Who may call: the group's instances.
+    """
+    Attend: _grpc.StreamStreamMultiCallable[_instance_pb2.AttendRequest, _instance_pb2.AttendReply]
+    """Attention of queries over the keys that this member holds, layer by layer. The first message names the group
+    and is not answered; each later one is, in order.
+    Errors: 403, 404 no such group. In a reply: 400, 404 no member of that version, 409 kvsp-plan-conflict a later
+    version is authoritative, 503 the layer was not computed in time. Who may call: the group's instances.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_instance_pb2.GenerateRequest, _instance_pb2.GenerateEvent]
     """Starts the session, or attaches to it when the instance has it: events from `from_index` on. Ending the call
@@ -80,14 +103,37 @@ class InstanceAsyncStub(InstanceStub):
     """Errors: 403, 404 kvsp-not-found. Who may call: the placement controller."""
     Resume: _aio.UnaryUnaryMultiCallable[_instance_pb2.ResumeRequest, _instance_pb2.ResumeReply]  # type: ignore[assignment]
     """Continue a session from its checkpoint (R-179 ... R-182, U-35); answered once the session is admitted.
-    Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 kvsp-invalid-state.
-    Who may call: the placement controller.
+    Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 404 kvsp-not-found (another scope's session,
+    or a start of the instance that the controller has not heard of), 409 kvsp-stale-epoch, 409 kvsp-invalid-state,
+    503 queue full. Who may call: the placement controller.
     """
     PutState: _aio.UnaryUnaryMultiCallable[_common_pb2.StateChange, _common_pb2.StateChange]  # type: ignore[assignment]
     """Lifecycle (R-107, U-36). Errors: 403, 400, 409 kvsp-invalid-state. Who may call: the placement controller."""
     Reshard: _aio.UnaryUnaryMultiCallable[_instance_pb2.ReshardRequest, _instance_pb2.ReshardReply]  # type: ignore[assignment]
-    """A parallel group's plan, commit or abort. Errors: 403, 400, 409 kvsp-plan-conflict, 503.
-    Who may call: the placement controller.
+    """A parallel group's plan (answered once all ranges are fetched and verified), commit or abort (A15, U-38).
+    Errors: 403, 413, 400, 409 kvsp-plan-conflict, 503. Who may call: the placement controller.
+    """
+    JoinGroup: _aio.UnaryUnaryMultiCallable[_instance_pb2.GroupContext, _instance_pb2.JoinGroupReply]  # type: ignore[assignment]
+    """What a member of a parallel group has to know of the context; again, with a newer checkpoint: the names of
+    blocks generated since. A member of the map's version holds its ranges, or is to compute them; another holds
+    nothing until a plan has it fetch.
+    Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-invalid-state, 409
+    kvsp-plan-conflict another version is known, 503 no room. Who may call: the placement controller.
+    """
+    LeaveGroup: _aio.UnaryUnaryMultiCallable[_common_pb2.GroupName, _instance_pb2.LeaveGroupReply]  # type: ignore[assignment]
+    """The context is of no use any more; nothing happens when it is unknown.
+    Errors: 403, 400. Who may call: the placement controller.
+    """
+    ComputeShard: _aio.UnaryUnaryMultiCallable[_instance_pb2.ComputeShardRequest, _instance_pb2.ComputeShardReply]  # type: ignore[assignment]
+    """Compute the KV of a range that the first version gives this instance; answered when it is there.
+    Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict, 409 kvsp-invalid-state, 503.
+    Who may call: the group's instances.
+    """
+    Attend: _aio.StreamStreamMultiCallable[_instance_pb2.AttendRequest, _instance_pb2.AttendReply]  # type: ignore[assignment]
+    """Attention of queries over the keys that this member holds, layer by layer. The first message names the group
+    and is not answered; each later one is, in order.
+    Errors: 403, 404 no such group. In a reply: 400, 404 no member of that version, 409 kvsp-plan-conflict a later
+    version is authoritative, 503 the layer was not computed in time. Who may call: the group's instances.
     """
     Generate: _aio.UnaryStreamMultiCallable[_instance_pb2.GenerateRequest, _instance_pb2.GenerateEvent]  # type: ignore[assignment]
     """Starts the session, or attaches to it when the instance has it: events from `from_index` on. Ending the call
@@ -130,8 +176,9 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.ResumeReply, _abc.Awaitable[_instance_pb2.ResumeReply]]:
         """Continue a session from its checkpoint (R-179 ... R-182, U-35); answered once the session is admitted.
-        Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 kvsp-invalid-state.
-        Who may call: the placement controller.
+        Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 404 kvsp-not-found (another scope's session,
+        or a start of the instance that the controller has not heard of), 409 kvsp-stale-epoch, 409 kvsp-invalid-state,
+        503 queue full. Who may call: the placement controller.
         """
 
     @_abc_1.abstractmethod
@@ -148,8 +195,54 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.ReshardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.ReshardReply, _abc.Awaitable[_instance_pb2.ReshardReply]]:
-        """A parallel group's plan, commit or abort. Errors: 403, 400, 409 kvsp-plan-conflict, 503.
-        Who may call: the placement controller.
+        """A parallel group's plan (answered once all ranges are fetched and verified), commit or abort (A15, U-38).
+        Errors: 403, 413, 400, 409 kvsp-plan-conflict, 503. Who may call: the placement controller.
+        """
+
+    @_abc_1.abstractmethod
+    def JoinGroup(
+        self,
+        request: _instance_pb2.GroupContext,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.JoinGroupReply, _abc.Awaitable[_instance_pb2.JoinGroupReply]]:
+        """What a member of a parallel group has to know of the context; again, with a newer checkpoint: the names of
+        blocks generated since. A member of the map's version holds its ranges, or is to compute them; another holds
+        nothing until a plan has it fetch.
+        Errors: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-invalid-state, 409
+        kvsp-plan-conflict another version is known, 503 no room. Who may call: the placement controller.
+        """
+
+    @_abc_1.abstractmethod
+    def LeaveGroup(
+        self,
+        request: _common_pb2.GroupName,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.LeaveGroupReply, _abc.Awaitable[_instance_pb2.LeaveGroupReply]]:
+        """The context is of no use any more; nothing happens when it is unknown.
+        Errors: 403, 400. Who may call: the placement controller.
+        """
+
+    @_abc_1.abstractmethod
+    def ComputeShard(
+        self,
+        request: _instance_pb2.ComputeShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.ComputeShardReply, _abc.Awaitable[_instance_pb2.ComputeShardReply]]:
+        """Compute the KV of a range that the first version gives this instance; answered when it is there.
+        Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict, 409 kvsp-invalid-state, 503.
+        Who may call: the group's instances.
+        """
+
+    @_abc_1.abstractmethod
+    def Attend(
+        self,
+        request_iterator: _MaybeAsyncIterator[_instance_pb2.AttendRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_instance_pb2.AttendReply], _abc.AsyncIterator[_instance_pb2.AttendReply]]:
+        """Attention of queries over the keys that this member holds, layer by layer. The first message names the group
+        and is not answered; each later one is, in order.
+        Errors: 403, 404 no such group. In a reply: 400, 404 no member of that version, 409 kvsp-plan-conflict a later
+        version is authoritative, 503 the layer was not computed in time. Who may call: the group's instances.
         """
 
     @_abc_1.abstractmethod

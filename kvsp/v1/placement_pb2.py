@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvsp.v1 import common_pb2 as kvsp_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvsp/v1/placement.proto\x12\x07kvsp.v1\x1a\x14kvsp/v1/common.proto\"P\n\x10PutStatusRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.kvsp.v1.InstanceStatus\"W\n\x14PutCheckpointRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12.\n\ncheckpoint\x18\x02 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\"K\n\x12PutCheckpointReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\routput_offset\x18\x03 \x01(\x04\"Q\n\rAssignRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\"\x8d\x01\n\x0b\x41ssignReply\x12!\n\x07\x62inding\x18\x01 \x01(\x0b\x32\x10.kvsp.v1.Binding\x12\x0f\n\x07matched\x18\x02 \x01(\r\x12\x0f\n\x07\x63ost_us\x18\x03 \x01(\x04\x12&\n\ncandidates\x18\x04 \x03(\x0b\x32\x12.kvsp.v1.Candidate\x12\x11\n\tdirective\x18\x05 \x01(\t\"\xa8\x01\n\tCandidate\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07wait_us\x18\x02 \x01(\x04\x12\x15\n\x08\x66\x65tch_us\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1d\n\x10recompute_all_us\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07\x63ost_us\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x0b\n\t_fetch_usB\x13\n\x11_recompute_all_usB\n\n\x08_cost_us\";\n\x07\x42inding\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08instance\x18\x03 \x01(\t\"\x1e\n\x0bSessionName\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x11\n\x0f\x45ndSessionReply\":\n\x17SetInstanceStateRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\"\x0e\n\x0cWatchRequest\"\xc9\x01\n\x08Overview\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.kvsp.v1.InstanceStatus\x12\x10\n\x08sessions\x18\x02 \x01(\x04\x12\x13\n\x0b\x61ssignments\x18\x03 \x01(\x04\x12\x12\n\nmigrations\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ematched_tokens\x18\x06 \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\x07 \x01(\x04\x12\x12\n\ndirectives\x18\x08 \x01(\x04\x32\xc1\x03\n\tPlacement\x12<\n\tPutStatus\x12\x19.kvsp.v1.PutStatusRequest\x1a\x14.kvsp.v1.StateChange\x12K\n\rPutCheckpoint\x12\x1d.kvsp.v1.PutCheckpointRequest\x1a\x1b.kvsp.v1.PutCheckpointReply\x12\x36\n\x06\x41ssign\x12\x16.kvsp.v1.AssignRequest\x1a\x14.kvsp.v1.AssignReply\x12\x32\n\x06\x46ollow\x12\x14.kvsp.v1.SessionName\x1a\x10.kvsp.v1.Binding0\x01\x12<\n\nEndSession\x12\x14.kvsp.v1.SessionName\x1a\x18.kvsp.v1.EndSessionReply\x12J\n\x10SetInstanceState\x12 .kvsp.v1.SetInstanceStateRequest\x1a\x14.kvsp.v1.StateChange\x12\x33\n\x05Watch\x12\x15.kvsp.v1.WatchRequest\x1a\x11.kvsp.v1.Overview0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvsp/v1/placement.proto\x12\x07kvsp.v1\x1a\x14kvsp/v1/common.proto\"P\n\x10PutStatusRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.kvsp.v1.InstanceStatus\"W\n\x14PutCheckpointRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12.\n\ncheckpoint\x18\x02 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\"K\n\x12PutCheckpointReply\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\routput_offset\x18\x03 \x01(\x04\"Q\n\rAssignRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x1a.kvsp.v1.SessionCheckpoint\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\"\x9e\x01\n\x0b\x41ssignReply\x12!\n\x07\x62inding\x18\x01 \x01(\x0b\x32\x10.kvsp.v1.Binding\x12\x0f\n\x07matched\x18\x02 \x01(\r\x12\x0f\n\x07\x63ost_us\x18\x03 \x01(\x04\x12&\n\ncandidates\x18\x04 \x03(\x0b\x32\x12.kvsp.v1.Candidate\x12\x11\n\tdirective\x18\x05 \x01(\t\x12\x0f\n\x07members\x18\x06 \x03(\t\"\xa8\x01\n\tCandidate\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07wait_us\x18\x02 \x01(\x04\x12\x15\n\x08\x66\x65tch_us\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1d\n\x10recompute_all_us\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07\x63ost_us\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x0b\n\t_fetch_usB\x13\n\x11_recompute_all_usB\n\n\x08_cost_us\";\n\x07\x42inding\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08instance\x18\x03 \x01(\t\"\x1e\n\x0bSessionName\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x11\n\x0f\x45ndSessionReply\":\n\x17SetInstanceStateRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\"-\n\x19ResetInstanceEpochRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\"(\n\x17ResetInstanceEpochReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x0e\n\x0cWatchRequest\"\xf3\x01\n\x08Overview\x12*\n\tinstances\x18\x01 \x03(\x0b\x32\x17.kvsp.v1.InstanceStatus\x12\x10\n\x08sessions\x18\x02 \x01(\x04\x12\x13\n\x0b\x61ssignments\x18\x03 \x01(\x04\x12\x12\n\nmigrations\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ematched_tokens\x18\x06 \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\x07 \x01(\x04\x12\x12\n\ndirectives\x18\x08 \x01(\x04\x12(\n\x06groups\x18\t \x03(\x0b\x32\x18.kvsp.v1.ShardMapMessage\"6\n\x12ResizeGroupRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x01(\r\"T\n\x0fShardMapMessage\x12\x0b\n\x03map\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12#\n\x06shards\x18\x03 \x03(\x0b\x32\x13.kvsp.v1.GroupShard\"\x10\n\x0eLostGroupReply2\x9d\x05\n\tPlacement\x12<\n\tPutStatus\x12\x19.kvsp.v1.PutStatusRequest\x1a\x14.kvsp.v1.StateChange\x12K\n\rPutCheckpoint\x12\x1d.kvsp.v1.PutCheckpointRequest\x1a\x1b.kvsp.v1.PutCheckpointReply\x12\x36\n\x06\x41ssign\x12\x16.kvsp.v1.AssignRequest\x1a\x14.kvsp.v1.AssignReply\x12\x32\n\x06\x46ollow\x12\x14.kvsp.v1.SessionName\x1a\x10.kvsp.v1.Binding0\x01\x12<\n\nEndSession\x12\x14.kvsp.v1.SessionName\x1a\x18.kvsp.v1.EndSessionReply\x12J\n\x10SetInstanceState\x12 .kvsp.v1.SetInstanceStateRequest\x1a\x14.kvsp.v1.StateChange\x12Z\n\x12ResetInstanceEpoch\x12\".kvsp.v1.ResetInstanceEpochRequest\x1a .kvsp.v1.ResetInstanceEpochReply\x12\x33\n\x05Watch\x12\x15.kvsp.v1.WatchRequest\x1a\x11.kvsp.v1.Overview0\x01\x12\x44\n\x0bResizeGroup\x12\x1b.kvsp.v1.ResizeGroupRequest\x1a\x18.kvsp.v1.ShardMapMessage\x12\x38\n\tLostGroup\x12\x12.kvsp.v1.GroupName\x1a\x17.kvsp.v1.LostGroupReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,21 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ASSIGNREQUEST']._serialized_start=306
   _globals['_ASSIGNREQUEST']._serialized_end=387
   _globals['_ASSIGNREPLY']._serialized_start=390
-  _globals['_ASSIGNREPLY']._serialized_end=531
-  _globals['_CANDIDATE']._serialized_start=534
-  _globals['_CANDIDATE']._serialized_end=702
-  _globals['_BINDING']._serialized_start=704
-  _globals['_BINDING']._serialized_end=763
-  _globals['_SESSIONNAME']._serialized_start=765
-  _globals['_SESSIONNAME']._serialized_end=795
-  _globals['_ENDSESSIONREPLY']._serialized_start=797
-  _globals['_ENDSESSIONREPLY']._serialized_end=814
-  _globals['_SETINSTANCESTATEREQUEST']._serialized_start=816
-  _globals['_SETINSTANCESTATEREQUEST']._serialized_end=874
-  _globals['_WATCHREQUEST']._serialized_start=876
-  _globals['_WATCHREQUEST']._serialized_end=890
-  _globals['_OVERVIEW']._serialized_start=893
-  _globals['_OVERVIEW']._serialized_end=1094
-  _globals['_PLACEMENT']._serialized_start=1097
-  _globals['_PLACEMENT']._serialized_end=1546
+  _globals['_ASSIGNREPLY']._serialized_end=548
+  _globals['_CANDIDATE']._serialized_start=551
+  _globals['_CANDIDATE']._serialized_end=719
+  _globals['_BINDING']._serialized_start=721
+  _globals['_BINDING']._serialized_end=780
+  _globals['_SESSIONNAME']._serialized_start=782
+  _globals['_SESSIONNAME']._serialized_end=812
+  _globals['_ENDSESSIONREPLY']._serialized_start=814
+  _globals['_ENDSESSIONREPLY']._serialized_end=831
+  _globals['_SETINSTANCESTATEREQUEST']._serialized_start=833
+  _globals['_SETINSTANCESTATEREQUEST']._serialized_end=891
+  _globals['_RESETINSTANCEEPOCHREQUEST']._serialized_start=893
+  _globals['_RESETINSTANCEEPOCHREQUEST']._serialized_end=938
+  _globals['_RESETINSTANCEEPOCHREPLY']._serialized_start=940
+  _globals['_RESETINSTANCEEPOCHREPLY']._serialized_end=980
+  _globals['_WATCHREQUEST']._serialized_start=982
+  _globals['_WATCHREQUEST']._serialized_end=996
+  _globals['_OVERVIEW']._serialized_start=999
+  _globals['_OVERVIEW']._serialized_end=1242
+  _globals['_RESIZEGROUPREQUEST']._serialized_start=1244
+  _globals['_RESIZEGROUPREQUEST']._serialized_end=1298
+  _globals['_SHARDMAPMESSAGE']._serialized_start=1300
+  _globals['_SHARDMAPMESSAGE']._serialized_end=1384
+  _globals['_LOSTGROUPREPLY']._serialized_start=1386
+  _globals['_LOSTGROUPREPLY']._serialized_end=1402
+  _globals['_PLACEMENT']._serialized_start=1405
+  _globals['_PLACEMENT']._serialized_end=2074
 # @@protoc_insertion_point(module_scope)

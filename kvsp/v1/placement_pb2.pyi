@@ -130,6 +130,7 @@ class AssignReply(_message.Message):
     COST_US_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     DIRECTIVE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     matched: _builtins.int
     """leading prompt blocks that are held somewhere"""
     cost_us: _builtins.int
@@ -140,6 +141,10 @@ class AssignReply(_message.Message):
     def binding(self) -> Global___Binding: ...
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """base URIs of its group's members by range, the home last; none: not sharded"""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class AssignReply(_message.Message):
         cost_us: _builtins.int = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
         directive: _builtins.str = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "candidates", b"candidates", "cost_us", b"cost_us", "directive", b"directive", "matched", b"matched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "candidates", b"candidates", "cost_us", b"cost_us", "directive", b"directive", "matched", b"matched", "members", b"members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,6 +292,46 @@ class SetInstanceStateRequest(_message.Message):
 Global___SetInstanceStateRequest: _TypeAlias = SetInstanceStateRequest  # noqa: Y015
 
 @_typing.final
+class ResetInstanceEpochRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    """base URI"""
+    def __init__(
+        self,
+        *,
+        instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetInstanceEpochRequest: _TypeAlias = ResetInstanceEpochRequest  # noqa: Y015
+
+@_typing.final
+class ResetInstanceEpochReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """the highest one so far, which counts no more"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetInstanceEpochReply: _TypeAlias = ResetInstanceEpochReply  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -312,6 +358,7 @@ class Overview(_message.Message):
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     DIRECTIVES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
     assignments: _builtins.int
     """since start, as all that follow"""
@@ -324,6 +371,10 @@ class Overview(_message.Message):
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.InstanceStatus]:
         """`state` as the controller sees it"""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardMapMessage]:
+        """authoritative versions"""
+
     def __init__(
         self,
         *,
@@ -335,11 +386,78 @@ class Overview(_message.Message):
         matched_tokens: _builtins.int = ...,
         checkpoints: _builtins.int = ...,
         directives: _builtins.int = ...,
+        groups: _abc.Iterable[Global___ShardMapMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "checkpoints", b"checkpoints", "directives", b"directives", "instances", b"instances", "matched_tokens", b"matched_tokens", "migrations", b"migrations", "prompt_tokens", b"prompt_tokens", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "checkpoints", b"checkpoints", "directives", b"directives", "groups", b"groups", "instances", b"instances", "matched_tokens", b"matched_tokens", "migrations", b"migrations", "prompt_tokens", b"prompt_tokens", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Overview: _TypeAlias = Overview  # noqa: Y015
+
+@_typing.final
+class ResizeGroupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    members: _builtins.int
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        members: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizeGroupRequest: _TypeAlias = ResizeGroupRequest  # noqa: Y015
+
+@_typing.final
+class ShardMapMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    map: _builtins.str
+    """the id of the session"""
+    version: _builtins.int
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupShard]:
+        """contiguous from token 0; the last one is of the session's instance"""
+
+    def __init__(
+        self,
+        *,
+        map: _builtins.str = ...,
+        version: _builtins.int = ...,
+        shards: _abc.Iterable[_common_pb2.GroupShard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["map", b"map", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardMapMessage: _TypeAlias = ShardMapMessage  # noqa: Y015
+
+@_typing.final
+class LostGroupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostGroupReply: _TypeAlias = LostGroupReply  # noqa: Y015

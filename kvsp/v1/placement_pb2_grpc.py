@@ -66,10 +66,25 @@ class PlacementStub:
                 request_serializer=kvsp_dot_v1_dot_placement__pb2.SetInstanceStateRequest.SerializeToString,
                 response_deserializer=kvsp_dot_v1_dot_common__pb2.StateChange.FromString,
                 _registered_method=True)
+        self.ResetInstanceEpoch = channel.unary_unary(
+                '/kvsp.v1.Placement/ResetInstanceEpoch',
+                request_serializer=kvsp_dot_v1_dot_placement__pb2.ResetInstanceEpochRequest.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_placement__pb2.ResetInstanceEpochReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvsp.v1.Placement/Watch',
                 request_serializer=kvsp_dot_v1_dot_placement__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvsp_dot_v1_dot_placement__pb2.Overview.FromString,
+                _registered_method=True)
+        self.ResizeGroup = channel.unary_unary(
+                '/kvsp.v1.Placement/ResizeGroup',
+                request_serializer=kvsp_dot_v1_dot_placement__pb2.ResizeGroupRequest.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_placement__pb2.ShardMapMessage.FromString,
+                _registered_method=True)
+        self.LostGroup = channel.unary_unary(
+                '/kvsp.v1.Placement/LostGroup',
+                request_serializer=kvsp_dot_v1_dot_common__pb2.GroupName.SerializeToString,
+                response_deserializer=kvsp_dot_v1_dot_placement__pb2.LostGroupReply.FromString,
                 _registered_method=True)
 
 
@@ -87,8 +102,9 @@ class PlacementServicer:
 
     def PutCheckpoint(self, request, context):
         """Session checkpoint (R-170 ... R-174). Answered once it is on disk.
-        Errors, in this order: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch,
-        409 epoch above the current one, 403 not the session's instance. Who may call: instances.
+        Errors, in this order: 403 role, 400, 413, 403 kvsp-scope-denied (also for a session of another scope),
+        409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 epoch above the current one, 403 not the session's instance,
+        429 too many, too fast or too large together. Who may call: instances.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,7 +112,8 @@ class PlacementServicer:
 
     def Assign(self, request, context):
         """Chooses an instance for a request and binds its session to it, persisted before the answer.
-        Errors: 403, 400, 409 the session exists, 503 no active instance. Who may call: front ends, for their scopes.
+        Errors: 403, 400, 409 the session exists, 429 too many or too large together, 503 no active instance.
+        Who may call: front ends, for their scopes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +121,10 @@ class PlacementServicer:
 
     def Follow(self, request, context):
         """The binding of a session: the current one at once, then each new one after its instance has accepted the
-        resume; ends when the session does. Errors: 404 kvsp-not-found. Who may call: the front end that assigned it.
+        resume; ends when the session does. A session that nobody follows for some minutes ends.
+        Errors: 404 kvsp-not-found; 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 413 as the last instance said,
+        when all have refused for good to continue the session; 503 the controller goes.
+        Who may call: the front end that assigned it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,8 +145,35 @@ class PlacementServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetInstanceEpoch(self, request, context):
+        """Operator: the epochs of an instance begin anew, after a record with an absurd one has locked it out.
+        Errors: 404 one that never reported, 409 kvsp-invalid-state while its last report counts.
+        Who may call: the controller's own identity.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Operator: what the controller sees, once per second. Who may call: the controller's own identity.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResizeGroup(self, request, context):
+        """Operator: shard the context of a session over so many instances from now on; answered when every member has
+        been told the outcome. Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict (a step is under way, or this
+        one was aborted), 503 not enough active instances. Who may call: the controller's own identity.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LostGroup(self, request, context):
+        """The context of a group is not whole any more: its session migrates, and is over at its instance.
+        Errors: 403 not an instance, 400, 404 kvsp-not-found: no such group, not any more, or not the caller's.
+        Who may call: the members of the group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,10 +212,25 @@ def add_PlacementServicer_to_server(servicer, server):
                     request_deserializer=kvsp_dot_v1_dot_placement__pb2.SetInstanceStateRequest.FromString,
                     response_serializer=kvsp_dot_v1_dot_common__pb2.StateChange.SerializeToString,
             ),
+            'ResetInstanceEpoch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetInstanceEpoch,
+                    request_deserializer=kvsp_dot_v1_dot_placement__pb2.ResetInstanceEpochRequest.FromString,
+                    response_serializer=kvsp_dot_v1_dot_placement__pb2.ResetInstanceEpochReply.SerializeToString,
+            ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=kvsp_dot_v1_dot_placement__pb2.WatchRequest.FromString,
                     response_serializer=kvsp_dot_v1_dot_placement__pb2.Overview.SerializeToString,
+            ),
+            'ResizeGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResizeGroup,
+                    request_deserializer=kvsp_dot_v1_dot_placement__pb2.ResizeGroupRequest.FromString,
+                    response_serializer=kvsp_dot_v1_dot_placement__pb2.ShardMapMessage.SerializeToString,
+            ),
+            'LostGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LostGroup,
+                    request_deserializer=kvsp_dot_v1_dot_common__pb2.GroupName.FromString,
+                    response_serializer=kvsp_dot_v1_dot_placement__pb2.LostGroupReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -345,6 +407,33 @@ class Placement:
             _registered_method=True)
 
     @staticmethod
+    def ResetInstanceEpoch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Placement/ResetInstanceEpoch',
+            kvsp_dot_v1_dot_placement__pb2.ResetInstanceEpochRequest.SerializeToString,
+            kvsp_dot_v1_dot_placement__pb2.ResetInstanceEpochReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Watch(request,
             target,
             options=(),
@@ -361,6 +450,60 @@ class Placement:
             '/kvsp.v1.Placement/Watch',
             kvsp_dot_v1_dot_placement__pb2.WatchRequest.SerializeToString,
             kvsp_dot_v1_dot_placement__pb2.Overview.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizeGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Placement/ResizeGroup',
+            kvsp_dot_v1_dot_placement__pb2.ResizeGroupRequest.SerializeToString,
+            kvsp_dot_v1_dot_placement__pb2.ShardMapMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LostGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsp.v1.Placement/LostGroup',
+            kvsp_dot_v1_dot_common__pb2.GroupName.SerializeToString,
+            kvsp_dot_v1_dot_placement__pb2.LostGroupReply.FromString,
             options,
             channel_credentials,
             insecure,

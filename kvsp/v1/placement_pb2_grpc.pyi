@@ -40,16 +40,21 @@ class PlacementStub:
     """
     PutCheckpoint: _grpc.UnaryUnaryMultiCallable[_placement_pb2.PutCheckpointRequest, _placement_pb2.PutCheckpointReply]
     """Session checkpoint (R-170 ... R-174). Answered once it is on disk.
-    Errors, in this order: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch,
-    409 epoch above the current one, 403 not the session's instance. Who may call: instances.
+    Errors, in this order: 403 role, 400, 413, 403 kvsp-scope-denied (also for a session of another scope),
+    409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 epoch above the current one, 403 not the session's instance,
+    429 too many, too fast or too large together. Who may call: instances.
     """
     Assign: _grpc.UnaryUnaryMultiCallable[_placement_pb2.AssignRequest, _placement_pb2.AssignReply]
     """Chooses an instance for a request and binds its session to it, persisted before the answer.
-    Errors: 403, 400, 409 the session exists, 503 no active instance. Who may call: front ends, for their scopes.
+    Errors: 403, 400, 409 the session exists, 429 too many or too large together, 503 no active instance.
+    Who may call: front ends, for their scopes.
     """
     Follow: _grpc.UnaryStreamMultiCallable[_placement_pb2.SessionName, _placement_pb2.Binding]
     """The binding of a session: the current one at once, then each new one after its instance has accepted the
-    resume; ends when the session does. Errors: 404 kvsp-not-found. Who may call: the front end that assigned it.
+    resume; ends when the session does. A session that nobody follows for some minutes ends.
+    Errors: 404 kvsp-not-found; 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 413 as the last instance said,
+    when all have refused for good to continue the session; 503 the controller goes.
+    Who may call: the front end that assigned it.
     """
     EndSession: _grpc.UnaryUnaryMultiCallable[_placement_pb2.SessionName, _placement_pb2.EndSessionReply]
     """The session is over: its checkpoint is forgotten. Errors: 404. Who may call: the front end that assigned it."""
@@ -57,8 +62,23 @@ class PlacementStub:
     """Operator: drain ("draining"), or wake ("active") an instance.
     Errors: 404 unknown instance, 409 kvsp-invalid-state, 503. Who may call: the controller's own identity.
     """
+    ResetInstanceEpoch: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ResetInstanceEpochRequest, _placement_pb2.ResetInstanceEpochReply]
+    """Operator: the epochs of an instance begin anew, after a record with an absurd one has locked it out.
+    Errors: 404 one that never reported, 409 kvsp-invalid-state while its last report counts.
+    Who may call: the controller's own identity.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_placement_pb2.WatchRequest, _placement_pb2.Overview]
     """Operator: what the controller sees, once per second. Who may call: the controller's own identity."""
+    ResizeGroup: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ResizeGroupRequest, _placement_pb2.ShardMapMessage]
+    """Operator: shard the context of a session over so many instances from now on; answered when every member has
+    been told the outcome. Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict (a step is under way, or this
+    one was aborted), 503 not enough active instances. Who may call: the controller's own identity.
+    """
+    LostGroup: _grpc.UnaryUnaryMultiCallable[_common_pb2.GroupName, _placement_pb2.LostGroupReply]
+    """The context of a group is not whole any more: its session migrates, and is over at its instance.
+    Errors: 403 not an instance, 400, 404 kvsp-not-found: no such group, not any more, or not the caller's.
+    Who may call: the members of the group.
+    """
 
 @_typing.type_check_only
 class PlacementAsyncStub(PlacementStub):
@@ -71,16 +91,21 @@ class PlacementAsyncStub(PlacementStub):
     """
     PutCheckpoint: _aio.UnaryUnaryMultiCallable[_placement_pb2.PutCheckpointRequest, _placement_pb2.PutCheckpointReply]  # type: ignore[assignment]
     """Session checkpoint (R-170 ... R-174). Answered once it is on disk.
-    Errors, in this order: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch,
-    409 epoch above the current one, 403 not the session's instance. Who may call: instances.
+    Errors, in this order: 403 role, 400, 413, 403 kvsp-scope-denied (also for a session of another scope),
+    409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 epoch above the current one, 403 not the session's instance,
+    429 too many, too fast or too large together. Who may call: instances.
     """
     Assign: _aio.UnaryUnaryMultiCallable[_placement_pb2.AssignRequest, _placement_pb2.AssignReply]  # type: ignore[assignment]
     """Chooses an instance for a request and binds its session to it, persisted before the answer.
-    Errors: 403, 400, 409 the session exists, 503 no active instance. Who may call: front ends, for their scopes.
+    Errors: 403, 400, 409 the session exists, 429 too many or too large together, 503 no active instance.
+    Who may call: front ends, for their scopes.
     """
     Follow: _aio.UnaryStreamMultiCallable[_placement_pb2.SessionName, _placement_pb2.Binding]  # type: ignore[assignment]
     """The binding of a session: the current one at once, then each new one after its instance has accepted the
-    resume; ends when the session does. Errors: 404 kvsp-not-found. Who may call: the front end that assigned it.
+    resume; ends when the session does. A session that nobody follows for some minutes ends.
+    Errors: 404 kvsp-not-found; 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 413 as the last instance said,
+    when all have refused for good to continue the session; 503 the controller goes.
+    Who may call: the front end that assigned it.
     """
     EndSession: _aio.UnaryUnaryMultiCallable[_placement_pb2.SessionName, _placement_pb2.EndSessionReply]  # type: ignore[assignment]
     """The session is over: its checkpoint is forgotten. Errors: 404. Who may call: the front end that assigned it."""
@@ -88,8 +113,23 @@ class PlacementAsyncStub(PlacementStub):
     """Operator: drain ("draining"), or wake ("active") an instance.
     Errors: 404 unknown instance, 409 kvsp-invalid-state, 503. Who may call: the controller's own identity.
     """
+    ResetInstanceEpoch: _aio.UnaryUnaryMultiCallable[_placement_pb2.ResetInstanceEpochRequest, _placement_pb2.ResetInstanceEpochReply]  # type: ignore[assignment]
+    """Operator: the epochs of an instance begin anew, after a record with an absurd one has locked it out.
+    Errors: 404 one that never reported, 409 kvsp-invalid-state while its last report counts.
+    Who may call: the controller's own identity.
+    """
     Watch: _aio.UnaryStreamMultiCallable[_placement_pb2.WatchRequest, _placement_pb2.Overview]  # type: ignore[assignment]
     """Operator: what the controller sees, once per second. Who may call: the controller's own identity."""
+    ResizeGroup: _aio.UnaryUnaryMultiCallable[_placement_pb2.ResizeGroupRequest, _placement_pb2.ShardMapMessage]  # type: ignore[assignment]
+    """Operator: shard the context of a session over so many instances from now on; answered when every member has
+    been told the outcome. Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict (a step is under way, or this
+    one was aborted), 503 not enough active instances. Who may call: the controller's own identity.
+    """
+    LostGroup: _aio.UnaryUnaryMultiCallable[_common_pb2.GroupName, _placement_pb2.LostGroupReply]  # type: ignore[assignment]
+    """The context of a group is not whole any more: its session migrates, and is over at its instance.
+    Errors: 403 not an instance, 400, 404 kvsp-not-found: no such group, not any more, or not the caller's.
+    Who may call: the members of the group.
+    """
 
 class PlacementServicer(metaclass=_abc_1.ABCMeta):
     """The Placement Controller: assigns requests to inference instances, directs them, keeps session checkpoints."""
@@ -111,8 +151,9 @@ class PlacementServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.PutCheckpointReply, _abc.Awaitable[_placement_pb2.PutCheckpointReply]]:
         """Session checkpoint (R-170 ... R-174). Answered once it is on disk.
-        Errors, in this order: 403 role, 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 409 kvsp-stale-epoch,
-        409 epoch above the current one, 403 not the session's instance. Who may call: instances.
+        Errors, in this order: 403 role, 400, 413, 403 kvsp-scope-denied (also for a session of another scope),
+        409 kvsp-incompatible, 409 kvsp-stale-epoch, 409 epoch above the current one, 403 not the session's instance,
+        429 too many, too fast or too large together. Who may call: instances.
         """
 
     @_abc_1.abstractmethod
@@ -122,7 +163,8 @@ class PlacementServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.AssignReply, _abc.Awaitable[_placement_pb2.AssignReply]]:
         """Chooses an instance for a request and binds its session to it, persisted before the answer.
-        Errors: 403, 400, 409 the session exists, 503 no active instance. Who may call: front ends, for their scopes.
+        Errors: 403, 400, 409 the session exists, 429 too many or too large together, 503 no active instance.
+        Who may call: front ends, for their scopes.
         """
 
     @_abc_1.abstractmethod
@@ -132,7 +174,10 @@ class PlacementServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_placement_pb2.Binding], _abc.AsyncIterator[_placement_pb2.Binding]]:
         """The binding of a session: the current one at once, then each new one after its instance has accepted the
-        resume; ends when the session does. Errors: 404 kvsp-not-found. Who may call: the front end that assigned it.
+        resume; ends when the session does. A session that nobody follows for some minutes ends.
+        Errors: 404 kvsp-not-found; 400, 403 kvsp-scope-denied, 409 kvsp-incompatible, 413 as the last instance said,
+        when all have refused for good to continue the session; 503 the controller goes.
+        Who may call: the front end that assigned it.
         """
 
     @_abc_1.abstractmethod
@@ -154,11 +199,44 @@ class PlacementServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def ResetInstanceEpoch(
+        self,
+        request: _placement_pb2.ResetInstanceEpochRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.ResetInstanceEpochReply, _abc.Awaitable[_placement_pb2.ResetInstanceEpochReply]]:
+        """Operator: the epochs of an instance begin anew, after a record with an absurd one has locked it out.
+        Errors: 404 one that never reported, 409 kvsp-invalid-state while its last report counts.
+        Who may call: the controller's own identity.
+        """
+
+    @_abc_1.abstractmethod
     def Watch(
         self,
         request: _placement_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_placement_pb2.Overview], _abc.AsyncIterator[_placement_pb2.Overview]]:
         """Operator: what the controller sees, once per second. Who may call: the controller's own identity."""
+
+    @_abc_1.abstractmethod
+    def ResizeGroup(
+        self,
+        request: _placement_pb2.ResizeGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.ShardMapMessage, _abc.Awaitable[_placement_pb2.ShardMapMessage]]:
+        """Operator: shard the context of a session over so many instances from now on; answered when every member has
+        been told the outcome. Errors: 403, 400, 404 no such group, 409 kvsp-plan-conflict (a step is under way, or this
+        one was aborted), 503 not enough active instances. Who may call: the controller's own identity.
+        """
+
+    @_abc_1.abstractmethod
+    def LostGroup(
+        self,
+        request: _common_pb2.GroupName,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.LostGroupReply, _abc.Awaitable[_placement_pb2.LostGroupReply]]:
+        """The context of a group is not whole any more: its session migrates, and is over at its instance.
+        Errors: 403 not an instance, 400, 404 kvsp-not-found: no such group, not any more, or not the caller's.
+        Who may call: the members of the group.
+        """
 
 def add_PlacementServicer_to_server(servicer: PlacementServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

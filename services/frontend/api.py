@@ -34,6 +34,7 @@ from services.frontend.errors import ApiError, forbidden, invalid, of_fleet, una
 from services.frontend.fleet import Fleet
 from services.frontend.metrics import REQUESTS, TOKENS
 from services.frontend.openai import Asked, AskedChat, AskedCompletion, Sampling
+from services.frontend.quota import Quota
 from services.frontend.session import Plan
 from services.frontend.tokenizer import Tokenizer
 
@@ -41,6 +42,12 @@ _MODEL: Final = "v1/models/"
 _PATHS: Final = {"v1/completions": "POST", "v1/chat/completions": "POST", "v1/models": "GET", _MODEL: "GET"}
 
 Parts = AsyncGenerator[frontend_pb2.ApiReply, None]
+
+CALLER_CHOICES_MAX: Final = 512
+"""Four requests as large as one can be."""
+
+CALLER_CHARS_MAX: Final = 4 << 20
+"""Some four seconds of the one thread that encodes for all callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class Served:
     deterministic: bool = False
     deterministic_sampling: bool = False
     requests_max: int = 1024
+    caller_choices_max: int = CALLER_CHOICES_MAX
+    caller_chars_max: int = CALLER_CHARS_MAX
 
 
 class Api:
@@ -72,6 +81,8 @@ class Api:
         self._fleet = fleet
         self._scope_ids = {name: keys.scope_id(key).hex() for name, key in served.scopes.items()}
         self._under_way = 0
+        self._choices = Quota(served.caller_choices_max, "choices")
+        self._characters = Quota(served.caller_chars_max, "prompt characters")
 
     async def answer(self, identity: Identity, request: frontend_pb2.ApiRequest) -> Parts:
         """The answer to one request, in parts. Errors are answers, or events once a stream has begun."""
@@ -122,31 +133,36 @@ class Api:
         asked = openai.parse(body, AskedCompletion)
         job = self._job(identity, asked, TextShape())
         given = openai.prompts(asked, self._tokenizer.vocabulary)
-        for text in given:
-            if isinstance(text, str):
-                self._require_short([text], "prompt")
-        prompts = [await self._tokenizer.encode(each) if isinstance(each, str) else each for each in given]
-        wanted = asked.max_tokens
-        room = min(self._room(prompt, wanted, "prompt") for prompt in prompts)
-        tokens = min(room, openai.COMPLETION_TOKENS_DEFAULT) if wanted is None else wanted
-        async with aclosing(self._generated(job, prompts, tokens)) as parts:
-            async for part in parts:
-                yield part
+        texts = [each for each in given if isinstance(each, str)]
+        for text in texts:
+            self._require_short([text], "prompt")
+        with self._choices.held(identity.uri, len(given) * (asked.n or 1), "n"):
+            with self._characters.held(identity.uri, sum(map(len, texts)), "prompt"):
+                prompts = [await self._tokenizer.encode(each) if isinstance(each, str) else each for each in given]
+            wanted = asked.max_tokens
+            room = min(self._room(prompt, wanted, "prompt") for prompt in prompts)
+            tokens = min(room, openai.COMPLETION_TOKENS_DEFAULT) if wanted is None else wanted
+            async with aclosing(self._generated(job, prompts, tokens)) as parts:
+                async for part in parts:
+                    yield part
 
     async def _chat(self, identity: Identity, body: bytes) -> Parts:
         asked = openai.parse(body, AskedChat)
         job = self._job(identity, asked, ChatShape())
         said = openai.messages(asked)
-        self._require_short([message["content"] for message in said], "messages")
-        try:
-            prompt = await self._tokenizer.encode_chat(said)
-        except KvspError as error:
-            raise invalid(error.detail, "messages") from None
-        wanted = asked.max_completion_tokens or asked.max_tokens
-        room = self._room(prompt, wanted, "messages")
-        async with aclosing(self._generated(job, [prompt], wanted or room)) as parts:
-            async for part in parts:
-                yield part
+        texts = [message["content"] for message in said]
+        self._require_short(texts, "messages")
+        with self._choices.held(identity.uri, asked.n or 1, "n"):
+            try:
+                with self._characters.held(identity.uri, sum(map(len, texts)), "messages"):
+                    prompt = await self._tokenizer.encode_chat(said)
+            except KvspError as error:
+                raise invalid(error.detail, "messages") from None
+            wanted = asked.max_completion_tokens or asked.max_tokens
+            room = self._room(prompt, wanted, "messages")
+            async with aclosing(self._generated(job, [prompt], wanted or room)) as parts:
+                async for part in parts:
+                    yield part
 
     # --- checks ---
 

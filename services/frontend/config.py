@@ -11,10 +11,9 @@ from msgspec import Meta, field
 from kvsp.protocol import descriptor, keys, limits
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.keys import ScopeKey
-from kvsp.protocol.names import check_base_uri
 from kvsp.protocol.policy import FRONTEND, Identity, Policy
 from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, load_descriptors, load_scope_keys, own_identity
-from services.frontend.api import Served
+from services.frontend.api import CALLER_CHARS_MAX, CALLER_CHOICES_MAX, Served
 from services.frontend.fleet import Timing
 from services.frontend.tokenizer import Tokenizer
 
@@ -37,7 +36,8 @@ class FrontendConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
     name, mode 0600, and `default_scope` the one for callers of several. `deterministic` asserts that all
     instances yield the same bits when decoding greedily, `deterministic_sampling` also when sampling with a
     seed (R-049). `context_tokens` lowers what the model says; without an instance or any new binding for
-    `patience_ms`, a session fails. `requests_max` bounds requests under way.
+    `patience_ms`, a session fails. `requests_max` bounds requests under way; of one caller, `caller_choices_max`
+    bounds the answers under way and `caller_chars_max` the characters that wait to become tokens (D13).
     """
 
     base_uri: str
@@ -54,6 +54,8 @@ class FrontendConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
     context_tokens: Annotated[int, Meta(ge=1)] | None = None
     patience_ms: Annotated[int, Meta(ge=1, le=limits.INT_MAX)] = 30_000
     requests_max: Annotated[int, Meta(ge=1)] = 1024
+    caller_choices_max: Annotated[int, Meta(ge=1)] = CALLER_CHOICES_MAX
+    caller_chars_max: Annotated[int, Meta(ge=1)] = CALLER_CHARS_MAX
 
     @property
     def timing(self) -> Timing:
@@ -67,10 +69,9 @@ def check(config: FrontendConfig, policy: Policy) -> dict[str, ScopeKey]:
     if not config.instances:
         raise ConfigError("instances: empty")
     for peer in config.instances:
-        try:
-            check_base_uri(peer.base_uri)
-        except ValueError as error:
-            raise ConfigError(f"instances: {peer.base_uri}: {error}") from None
+        # "only connect to registered base URIs" (D10)
+        if not policy.is_party(peer.base_uri):
+            raise ConfigError(f"instances: {peer.base_uri}: nobody's base URI in {config.policy}")
     scopes = load_scope_keys(config.scopes)
     if not scopes:
         raise ConfigError("scopes: empty; without a scope key no block can be named")
@@ -97,6 +98,8 @@ def load_served(config: FrontendConfig, scopes: dict[str, ScopeKey], tokenizer: 
         deterministic=config.deterministic,
         deterministic_sampling=config.deterministic_sampling,
         requests_max=config.requests_max,
+        caller_choices_max=config.caller_choices_max,
+        caller_chars_max=config.caller_chars_max,
     )
 
 

@@ -59,6 +59,18 @@ def unavailable(message: str, retry_after_s: int = RETRY_AFTER_UNAVAILABLE_S) ->
     return ApiError(UNAVAILABLE, detail)
 
 
+def too_many(message: str) -> ApiError:
+    """The caller has too much under way."""
+    detail = Detail(
+        message=message,
+        type="rate_limit_error",
+        param=None,
+        code="rate_limit_exceeded",
+        retry_after_s=RETRY_AFTER_UNAVAILABLE_S,
+    )
+    return ApiError(429, detail)
+
+
 def internal() -> ApiError:
     """Something is wrong here, and nobody else's business (R-201)."""
     detail = Detail(message="internal error", type="server_error", param=None, code="internal_error")

@@ -11,11 +11,10 @@ import grpc
 
 from kvsp.protocol.policy import Policy
 from kvsp.rpc import server
-from kvsp.rpc.authority import Authority
 from kvsp.rpc.channel import channel_to
 from kvsp.rpc.config import ConfigError, Peer, load, load_policy
 from kvsp.rpc.identity import caller
-from kvsp.v1 import common_pb2_grpc, frontend_pb2, frontend_pb2_grpc
+from kvsp.v1 import common_pb2, common_pb2_grpc, frontend_pb2, frontend_pb2_grpc
 from services.frontend.api import Api
 from services.frontend.config import FrontendConfig, check, load_served
 from services.frontend.fleet import Fleet
@@ -52,10 +51,25 @@ class FrontendService(frontend_pb2_grpc.FrontendServicer):
                     raise
 
 
+class FrontendAuthority(common_pb2_grpc.AuthorityServicer):
+    """As `Authority`, for an API whose paths are none of the protocol's routes: who may call may use all of it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    async def Authorize(  # noqa: N802 - the name is the RPC's
+        self, request: common_pb2.AuthorizeRequest, context: Context
+    ) -> common_pb2.AuthorizeReply:
+        """Raise KvspError (403) unless the caller may call."""
+        del request
+        self._policy.require_role(caller(context, self._policy), CALLERS)
+        return common_pb2.AuthorizeReply()
+
+
 def register(target: grpc.aio.Server, service: FrontendService, policy: Policy) -> None:
     """Add the services of the role to a server."""
     frontend_pb2_grpc.add_FrontendServicer_to_server(service, target)
-    common_pb2_grpc.add_AuthorityServicer_to_server(Authority(policy), target)
+    common_pb2_grpc.add_AuthorityServicer_to_server(FrontendAuthority(policy), target)
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import grpc
+import structlog
 
 from kvsp.protocol import keys, registry
 from kvsp.protocol.errors import KvspError, unavailable
@@ -29,6 +30,11 @@ ASSIGNMENTS_MAX: Final = 3
 """An instance may refuse a session that it was just assigned, as it drains or its queue is full."""
 
 Event = instance_pb2.GenerateEvent
+
+_PASSING: Final = (registry.UNAVAILABLE, registry.TOO_MANY_REQUESTS, registry.INTERNAL)
+"""What a placement controller may say that is not of the session."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ class Session:
         self._placed: Placed | None = None
         self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following = True
-        self._lost = False
+        self._lost: KvspError | None = None
         self._began = False
 
     async def run(self) -> AsyncGenerator[Progress, None]:
@@ -163,13 +169,13 @@ class Session:
                     pauses.reset()
                     self._bind(binding)
             except grpc.aio.AioRpcError as error:
-                refused = refusal(error)
-                if refused is not None and refused.problem is registry.NOT_FOUND:
-                    self._lost = True
-                    return
+                self._lost = _loss(refusal(error))
             finally:
                 call.cancel()
             self._following = False
+            if self._lost is not None:
+                log.warning("session lost", session=self.id, status=self._lost.status, reason=self._lost.detail)
+                return
             await pauses.wait()
 
     # --- output ---
@@ -193,8 +199,8 @@ class Session:
                         yield progress
             if self._delivery.finished or moved.done():
                 continue
-            if self._lost:
-                raise unavailable("the session was lost")
+            if self._lost is not None:
+                raise self._lost
             await pauses.wait(moved)
 
     async def _attached(self, instance: str, moved: asyncio.Future[None]) -> AsyncGenerator[Event, None]:
@@ -227,7 +233,9 @@ class Session:
                     return event if isinstance(event, Event) else None
                 # A queue may be long. But nobody would tell us if this instance had failed.
                 if not self._following:
-                    raise unavailable("neither instance nor placement controller has been heard of for too long")
+                    raise self._lost or unavailable(
+                        "neither instance nor placement controller has been heard of for too long"
+                    )
         finally:
             reading.cancel()
 
@@ -265,3 +273,10 @@ class Session:
                 raise _NotAdmittedError(refused)
             return
         raise refused
+
+
+def _loss(refused: KvspError | None) -> KvspError | None:
+    """Why a session that cannot be followed any more will not go on; None: it may, so follow it again."""
+    if refused is None or refused.problem in _PASSING:
+        return None
+    return unavailable("the session was lost") if refused.problem is registry.NOT_FOUND else refused

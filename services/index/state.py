@@ -93,9 +93,13 @@ class IndexState:
         return _runs(self.table.longest_prefix(scope_id, compat_id, keys, now_ms))
 
     def observe(self, status: InstanceStatus, now_ms: int) -> bool:
-        """Take over an instance's status; False when its epoch is older than one seen (R-103)."""
+        """Take over an instance's status; False when its epoch is older than one that is still good (R-103).
+
+        The placement controller keeps the highest epochs for good. Here one that has expired counts no more: else
+        an epoch that an operator has reset there (D12) would lock the instance out until the index starts again.
+        """
         known = self._instances.get(status.instance)
-        if known is not None and status.epoch < known.epoch:
+        if known is not None and status.epoch < known.epoch and now_ms < known.expires_ms:
             return False
         self._instances[status.instance] = _Instance(
             epoch=status.epoch,

@@ -7,10 +7,12 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from kvsp.bulk.source import SCHEMES
 from kvsp.protocol import limits
 from kvsp.protocol.policy import Identity, Policy
 from kvsp.protocol.routes import INSTANCE
 from kvsp.rpc.config import ConfigError, Party, Peer, ServiceConfig, Tls, own_identity
+from services.instance.engine import CHUNK_TOKENS, KV_OCTETS
 
 Count = Annotated[int, Meta(ge=0, le=limits.INT_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=limits.INT_MAX)]
@@ -27,7 +29,16 @@ class InstanceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
     without an internal address. `state_dir` keeps the epoch. Times are milliseconds; 0 for `sleep_after_ms`: never
     ask to sleep. `threads` compute (0: as many as the machine has); `device_octets` of hot blocks' first
     `device_layers` layers (0: all) stay in the engine's memory. `link_mbit_per_s` is assumed of holders until
-    measured. `queue_octets` bounds what waits to be stored.
+    measured. `queue_octets` bounds what waits to be stored. Blocks move by `schemes`, as far as holders have them.
+    Contexts may be shared with `instances`, at their internal addresses; `group_octets` hold the KV of them all.
+
+    `kv_octets` hold the KV of all sessions together. A prompt is computed in chunks of about `chunk_tokens`; the
+    output of instances is the same only if theirs are, as the model, `threads` and machine.
+
+    What of an outage a session survives: a front end that is away finds its output for `keep_output_ms` after the
+    end; where blocks are lost the prompt's tokens have to come from the front end within `prompt_wait_ms`; without
+    any answer of the placement controller it goes on for session.SILENCE_MS_MAX, tokens of a sampler that is not
+    deterministic staying here as long. `batch_invariant`: without it no sampler is deterministic here.
     """
 
     base_uri: str
@@ -48,6 +59,8 @@ class InstanceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
     batch_size: Annotated[int, Meta(ge=1, le=4096)] = 16
     queue_max: Count = 64
     batch_invariant: bool = True
+    kv_octets: Positive = KV_OCTETS
+    chunk_tokens: Positive = CHUNK_TOKENS
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     device_octets: Count = 0
     device_layers: Count = 0
@@ -56,6 +69,9 @@ class InstanceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fi
     lease_ms: Annotated[int, Meta(ge=1, le=limits.LEASE_TTL_MS_MAX)] = 10_000
     fetch_timeout_ms: Positive = 5_000
     queue_octets: Positive = 256 << 20
+    instances: tuple[Party, ...] = ()
+    group_octets: Positive = 1 << 30
+    schemes: Annotated[tuple[str, ...], Meta(min_length=1)] = SCHEMES
 
 
 def check_identity(config: InstanceConfig, policy: Policy) -> Identity:
@@ -76,9 +92,12 @@ def check_parties(config: InstanceConfig, policy: Policy) -> None:
         raise ConfigError("holders: each once, and not the instance itself")
     if unknown := set(config.durable) - set(names):
         raise ConfigError(f"durable: {min(unknown)} is none of the holders")
-    for party in (config.placement, *config.holders):
+    for party in (config.placement, *config.holders, *config.instances):
         # "only connect to registered base URIs" (D10)
         if not policy.is_party(party.base_uri):
             raise ConfigError(f"{config.policy}: {party.base_uri} is nobody's base URI")
         if party.peer is None and config.https is None:
             raise ConfigError(f"{party.base_uri}: has no address, and there is no [https] to reach it with")
+    for party in config.instances:
+        if party.peer is None or party.base_uri == config.base_uri:
+            raise ConfigError(f"instances: {party.base_uri} is this one, or has no address")

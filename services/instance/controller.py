@@ -17,7 +17,7 @@ from kvsp.protocol.records import CheckpointReply, InstanceStatus, SessionCheckp
 from kvsp.rpc.convert import checkpoint_to_message, status_to_message
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
-from kvsp.v1 import placement_pb2, placement_pb2_grpc
+from kvsp.v1 import common_pb2, placement_pb2, placement_pb2_grpc
 from services.instance import metrics
 
 CHECKPOINT_S: Final = 3.0
@@ -36,6 +36,9 @@ class Controller(Protocol):
 
     async def put_checkpoint(self, checkpoint: SessionCheckpoint) -> CheckpointReply:
         """What it has recorded of the session (U-34)."""
+
+    async def lost_group(self, name: str) -> None:
+        """Say that the context of a group is not whole any more: its session is to go elsewhere."""
 
 
 class InternalController:
@@ -63,6 +66,13 @@ class InternalController:
             reply = await self._stub.PutCheckpoint(request, metadata=self._metadata, timeout=CHECKPOINT_S)
         return CheckpointReply(reply.epoch, reply.output_offset)
 
+    async def lost_group(self, name: str) -> None:
+        """See Controller."""
+        async with translated():
+            await self._stub.LostGroup(
+                common_pb2.GroupName(map=name), metadata=self._metadata, timeout=CHECKPOINT_S
+            )
+
 
 class HttpsController:
     """By HTTPS."""
@@ -77,6 +87,10 @@ class HttpsController:
     async def put_checkpoint(self, checkpoint: SessionCheckpoint) -> CheckpointReply:
         """See Controller."""
         return await _within(CHECKPOINT_S, self._client.put_checkpoint(checkpoint))
+
+    async def lost_group(self, name: str) -> None:  # noqa: ARG002
+        """See Controller. Groups are known inside alone: no such controller has made one."""
+        raise KvspError(registry.NOT_FOUND, "no such group")
 
 
 class Reporter:

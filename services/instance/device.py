@@ -38,6 +38,7 @@ class DeviceTier:
         self._capacity = octets // (2 * descriptor.section_octets * self._layers)
         self._device = torch.device(device)
         self._changed = changed
+        self._is_open = True
         self._blocks: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -58,7 +59,10 @@ class DeviceTier:
             return list(self._blocks)
 
     def put(self, name: str, octets: container.Buffer) -> None:
-        """Keep a block, from its container of all layers, codec raw. Raises KvspError when it is not one."""
+        """Keep a block, from its container of all layers, codec raw. Raises KvspError when it is not one.
+
+        A tier that is closed, or has no room for a block, keeps none.
+        """
         header = container.parse_header(octets)
         container.check_geometry(header, self._descriptor)
         if header.codec != registry.RAW.value or len(octets) != header.total_octets:
@@ -66,14 +70,14 @@ class DeviceTier:
         end = header.header_octets + sum(header.layer_span(self._layers - 1))
         kept = torch.frombuffer(bytearray(memoryview(octets)[header.header_octets : end]), dtype=torch.uint8)
         with self._lock:
-            known = name in self._blocks
-            if not known and self._capacity:
+            is_new = self._is_open and self._capacity > 0 and name not in self._blocks
+            if is_new:
                 self._blocks[name] = kept.to(self._device)
             self._touch(name)
             evicted = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
             if evicted:
                 self._tell(evicted, None)
-            if not known and self._capacity:
+            if is_new:
                 self._tell([name], self.layers)
 
     def fill(self, name: str, cache: PrefixCache, block: int) -> int:
@@ -95,9 +99,15 @@ class DeviceTier:
             if dropped := [name for name in names if self._blocks.pop(name, None) is not None]:
                 self._tell(dropped, None)
 
-    def clear(self) -> None:
-        """Forget every block: at start, on sleep and at stop (U-49)."""
+    def open(self) -> None:
+        """Keep blocks again, after `close`."""
         with self._lock:
+            self._is_open = True
+
+    def close(self) -> None:
+        """Forget every block, on sleep and at stop (U-49). What is still being stored then is not kept either."""
+        with self._lock:
+            self._is_open = False
             dropped = list(self._blocks)
             self._blocks.clear()
             if dropped:

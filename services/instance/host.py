@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -19,50 +18,27 @@ from kvsp.protocol.records import (
     PrefetchDirective,
     ResumeReply,
     ResumeRequest,
-    SessionCheckpoint,
 )
 from kvsp.rpc.clock import now_ms
-from kvsp.rpc.interceptors import frames
 from services.instance import instructions as rules
 from services.instance import metrics
+from services.instance.checkpoints import Checkpoints
 from services.instance.controller import Controller, Reporter
-from services.instance.engine import BlockDone, Engine, Event, Finished, PrefixLost, Sampled, Started, Stats, Work
+from services.instance.engine import BlockDone, Engine, Event, Finished, PrefixLost, Sampled, Started
+from services.instance.group_runs import GroupRuns
+from services.instance.group_serving import GroupServing
+from services.instance.groups import Groups
 from services.instance.loading import Loading
+from services.instance.memory import Key
 from services.instance.sessions import Output
+from services.instance.starting import Scheduler, Starting
 from services.instance.state import InstanceState
 
-TRANSIENT: Final = frozenset({408, 429})
-"""Statuses of 4xx after which a checkpoint is sent again, as after 5xx."""
-
 GOODBYE_S: Final = 1.0
-SETTLE_S: Final = 1.0
 
 log = structlog.get_logger()
 
 K = TypeVar("K", bound=Hashable)
-
-Key = tuple[str, int]
-"""A session and its epoch."""
-
-
-class Scheduler(Protocol):
-    """What computes (scheduler.py). It calls back on the event loop."""
-
-    def submit(self, work: Work) -> None:
-        """Take a session."""
-
-    def cancel(self, session: str, epoch: int) -> None:
-        """Forget a session, if it has it."""
-
-    def provide_tokens(self, session: str, epoch: int, prompt: list[int]) -> None:
-        """The tokens of the prompt, after PrefixLost."""
-
-    def stats(self) -> Stats:
-        """Load, as measured."""
-
-    def close(self) -> None:
-        """End; waits for what is being computed."""
-
 
 Schedule = Callable[[Callable[[Event], None]], Scheduler]
 """Makes the scheduler that tells its events to a function."""
@@ -86,18 +62,22 @@ class Host:
         loading: Loading,
         controller: Controller,
         schedule: Schedule,
+        *,
+        groups: Groups,
     ) -> None:
         self.state = state
+        self.groups = groups
+        self.serving = GroupServing(groups, loading.add)
+        self.group_runs = GroupRuns(groups, controller, self.on_event, self._moved, self._alone)
         self.failed = asyncio.Event()
         self._engine = engine
         self._loading = loading
-        self._controller = controller
         self._reporter = Reporter(controller, self._status_answered, self._status_refused)
         self._scheduler = schedule(self.on_event)
         self._attached: dict[str, Attached] = {}
-        self._starting: dict[Key, asyncio.Task[None]] = {}
+        self._starting = Starting(engine, loading, self._scheduler, self._not_started)
         self._directives: dict[str, asyncio.Task[None]] = {}
-        self._checkpoints: dict[Key, asyncio.Task[None]] = {}
+        self._checkpoints = Checkpoints(controller, state.sessions, self._done)
         self._timers = asyncio.Event()
         self._hands: dict[type, Callable[[Any], None]] = {
             rules.StartSession: self._start_session,
@@ -111,6 +91,7 @@ class Host:
             rules.StopDirective: self._stop_directive,
             rules.SendStatus: self._send_status,
             rules.EmptyDevice: self._empty_device,
+            rules.UseDevice: self._use_device,
         }
 
     # --- lifetime ---
@@ -121,6 +102,7 @@ class Host:
             group.create_task(self._run_timers())
             group.create_task(self._reporter.run())
             group.create_task(self._loading.run())
+            group.create_task(self.groups.run())
 
     async def leave(self) -> None:
         """Prepare to stop: sessions go elsewhere at once, and new blocks to holders that stay."""
@@ -133,15 +115,18 @@ class Host:
 
     async def close(self) -> None:
         """End what is under way."""
-        tasks = [*self._starting.values(), *self._directives.values(), *self._checkpoints.values()]
+        tasks = list(self._directives.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self._starting.close(), self._checkpoints.close(), return_exceptions=True)
+        await self.group_runs.close()
+        await self.serving.close()
         await asyncio.to_thread(self._scheduler.close)
 
     async def _run_timers(self) -> None:
         while True:
-            self.state.measure(self._scheduler.stats(), list(self._loading.holders.links().values()))
+            stats = self.group_runs.stats(self._scheduler.stats())
+            self.state.measure(stats, list(self._loading.holders.links().values()))
             self.state.tick(now_ms())
             self._carry_out()
             metrics.SESSIONS_RUNNING.set(self.state.sessions.running)
@@ -183,11 +168,9 @@ class Host:
 
     async def end(self, session: str, scopes: Collection[str]) -> None:
         """See Sessions.end. Returns when no checkpoint of the session is under way: none comes after the end."""
-        under_way = [task for (each, _), task in self._checkpoints.items() if each == session]
         self.state.sessions.end(now_ms(), session, scopes)
         self._done()
-        if under_way:
-            await asyncio.wait(under_way, timeout=SETTLE_S)
+        await self._checkpoints.settled(session)
 
     def resume(self, request: ResumeRequest) -> ResumeReply:
         """See Sessions.resume."""
@@ -243,44 +226,7 @@ class Host:
                 sessions.finished(now_ms(), session, epoch, reason)
         self._done()
 
-    async def _start(self, start: rules.StartSession) -> None:
-        """Find out what can be loaded, let the engine begin, and load while it computes."""
-        prefixes = self._loading.prefixes
-        plan = await prefixes.find(start.scope_id, start.block_keys)
-        try:
-            links = self._loading.holders.links()
-            if start.known_from == 0:
-                prefixes.spare(plan, links, self._scheduler.stats().prefill_tokens_per_s)
-            cache = None
-            if plan.blocks:
-                loaded = len(plan.blocks) * self.state.settings.block_tokens
-                cache = self._engine.prefix(len(plan.blocks), start.prompt_tokens + start.max_tokens - loaded)
-            self._scheduler.submit(
-                Work(
-                    session=start.session,
-                    epoch=start.epoch,
-                    prompt_tokens=start.prompt_tokens,
-                    known_from=start.known_from,
-                    tokens=start.tokens,
-                    sampler=start.sampler,
-                    max_tokens=start.max_tokens,
-                    stop_tokens=start.stop_tokens,
-                    prefix=cache,
-                )
-            )
-            if cache is not None:
-                await prefixes.fill(plan, cache, links)
-        finally:
-            plan.close()
-
-    def _started(self, key: Key, task: asyncio.Task[None]) -> None:
-        """Loading is over, or has failed."""
-        self._starting.pop(key, None)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        self._loading.lull.end(key)
-        log.error("session not started", kind=type(error).__name__, where=frames(error))
-        self._scheduler.cancel(*key)
+    def _not_started(self, key: Key) -> None:
         self.state.sessions.finished(now_ms(), *key, "failed")
         self._done()
 
@@ -297,25 +243,28 @@ class Host:
         if self.state.state == "failed":
             self.failed.set()
 
+    def _moved(self, key: Key) -> None:
+        # Nothing is computed here that a checkpoint could be made of, whose refusal would say so.
+        self.state.sessions.checkpoint_refused(now_ms(), *key)
+        self._done()
+
+    def _alone(self, key: Key) -> None:
+        self.state.sessions.restart(*key)
+        self._done()
+
     def _start_session(self, start: rules.StartSession) -> None:
-        key = start.session, start.epoch
-        self._loading.lull.begin(key)
-        self._starting[key] = task = asyncio.create_task(self._start(start))
-        task.add_done_callback(partial(self._started, key))
+        if not self.group_runs.begin(start):
+            self._starting.begin(start)
 
     def _provide_prompt(self, provide: rules.ProvidePrompt) -> None:
         self._scheduler.provide_tokens(provide.session, provide.epoch, provide.prompt)
 
     def _stop_session(self, stop: rules.StopSession) -> None:
-        self._scheduler.cancel(stop.session, stop.epoch)
-        self._loading.lull.end((stop.session, stop.epoch))
-        starting = self._starting.get((stop.session, stop.epoch))
-        if starting is not None:
-            starting.cancel()
+        self._starting.stop((stop.session, stop.epoch))
+        self.group_runs.stop((stop.session, stop.epoch))
 
     def _checkpoint(self, send: rules.SendCheckpoint) -> None:
-        key = send.checkpoint.session, send.checkpoint.epoch
-        _begin(self._checkpoints, key, self._send_checkpoint(send.checkpoint))
+        self._checkpoints.send(send.checkpoint)
 
     def _release(self, release: rules.Release) -> None:
         metrics.OUTPUT_TOKENS.inc(len(release.tokens))
@@ -341,35 +290,16 @@ class Host:
 
     def _empty_device(self, _: rules.EmptyDevice) -> None:
         if self._engine.device is not None:
-            self._engine.device.clear()
+            self._engine.device.close()
+
+    def _use_device(self, _: rules.UseDevice) -> None:
+        if self._engine.device is not None:
+            self._engine.device.open()
 
     def _wake(self, session: str) -> None:
         attached = self._attached.get(session)
         if attached is not None:
             attached.wake.set()
-
-    async def _send_checkpoint(self, checkpoint: SessionCheckpoint) -> None:
-        session, epoch = checkpoint.session, checkpoint.epoch
-        try:
-            reply = await self._controller.put_checkpoint(checkpoint)
-        except KvspError as error:
-            metrics.CHECKPOINTS.labels(str(error.status)).inc()
-            if error.status < 500 and error.status not in TRANSIENT:
-                log.warning(
-                    "checkpoint refused, session stopped", status=error.status, problem=error.problem.suffix
-                )
-                metrics.SESSIONS.labels("fenced").inc()
-                self.state.sessions.checkpoint_refused(now_ms(), session, epoch)
-            else:
-                self.state.sessions.unanswered(now_ms(), session, epoch)
-            self._done()
-        else:
-            metrics.CHECKPOINTS.labels("done").inc()
-            # A controller that answers for another epoch knows of another run of the session.
-            if reply.epoch != epoch:
-                self.state.sessions.checkpoint_refused(now_ms(), session, epoch)
-            self.state.sessions.acknowledged(now_ms(), session, reply)
-            self._carry_out()
 
     async def _load(self, begin: rules.BeginDirective) -> None:
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from kvsp.protocol.records import InstanceStatus, Sampler, SessionCheckpoint
-from services.instance.session import Reason
+from services.instance.session import Reason, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,22 @@ class StartSession:
     sampler: Sampler
     max_tokens: int
     stop_tokens: frozenset[int]
+
+    @classmethod
+    def of(cls, session: Session) -> StartSession:
+        """Begin with a session, or go on after its last token."""
+        return cls(
+            session=session.id,
+            epoch=session.epoch,
+            scope_id=session.scope_id,
+            block_keys=list(session.keys()),
+            prompt_tokens=session.prompt_tokens,
+            known_from=session.known_from,
+            tokens=session.tokens,
+            sampler=msgspec.structs.replace(session.sampler, step=len(session.generated)),
+            max_tokens=session.max_tokens,
+            stop_tokens=session.stop_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +126,15 @@ class SendStatus:
 
 @dataclass(frozen=True, slots=True)
 class EmptyDevice:
-    """Keep no block in the engine's own memory any more (U-49)."""
+    """Keep no block in the engine's own memory (U-49), until `UseDevice`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseDevice:
+    """Keep hot blocks there again."""
 
 
 Instruction = (
     StartSession | ProvidePrompt | StopSession | SendCheckpoint | Release | Ended | Fenced
-    | BeginDirective | StopDirective | SendStatus | EmptyDevice
+    | BeginDirective | StopDirective | SendStatus | EmptyDevice | UseDevice
 )  # fmt: skip

@@ -125,7 +125,7 @@ class Loading:
         """Bring out what waits, if that is soon, and end the rest."""
         await self._store.flushed()
         await self._loads.close()
-        await tiers.clear(self.holders.own)
+        await self._news.end(self.holders.own)
 
 
 @asynccontextmanager
@@ -138,12 +138,15 @@ async def holders_of(
         async def internal(base_uri: str, peer: Peer) -> InternalHolder:
             channel = await stack.enter_async_context(channel_to(base_uri, peer))
             same_host = peer.address.startswith("unix:")
-            client = HolderClient(channel, same_host=same_host, local=local_socket(peer.address))
+            local = local_socket(peer.address)
+            client = HolderClient(channel, config.schemes, same_host=same_host, local=local)
             stack.push_async_callback(client.close)
-            return InternalHolder(
+            holder = InternalHolder(
                 base_uri, channel, client, config.principal,
                 descriptor=descriptor, workers=workers, same_host=same_host,
             )  # fmt: skip
+            stack.push_async_callback(holder.close)
+            return holder
 
         others: dict[str, Holder] = {}
         for party in config.holders:

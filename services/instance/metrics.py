@@ -21,3 +21,7 @@ DIGEST_FAILURES = Counter(
 STORE_DROPPED = Counter("kvsp_instance_store_dropped_total", "New blocks dropped because too many waited")
 STORED = Counter("kvsp_instance_stored_total", "New blocks put to a holder, by outcome", ["outcome"])
 STATUS_REPORTS = Counter("kvsp_instance_status_reports_total", "Status reports, by outcome", ["outcome"])
+GROUP_OCTETS = Counter(
+    "kvsp_instance_group_octets_total", "KV of parallel groups at a new version, by how it came here", ["how"]
+)
+GROUPS = Gauge("kvsp_instance_groups", "Parallel groups that this instance is a member of")

@@ -33,6 +33,7 @@ REQUEST_OCTETS_MIN: Final = 256 << 10
 """Layers are fetched in ranges of at least this many octets (measured in kvsp/connectors)."""
 
 RETRY_S: Final = 0.25
+RELEASE_S: Final = 1.0
 
 log = structlog.get_logger()
 
@@ -88,6 +89,14 @@ class InternalHolder:
         self._descriptor = descriptor
         self._workers = workers
         self._same_host = same_host
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait for leases that are being released, but not for long: they lapse by themselves."""
+        if self._releasing:
+            _, late = await asyncio.wait(self._releasing, timeout=RELEASE_S)
+            for task in late:
+                task.cancel()
 
     @asynccontextmanager
     async def leased(
@@ -107,7 +116,9 @@ class InternalHolder:
             yield
         finally:
             renewing.cancel()
-            asyncio.get_running_loop().create_task(self._release(granted.lease))
+            releasing = asyncio.create_task(self._release(granted.lease))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
 
     async def _renew(self, lease: str, ttl_ms: int, granted_ms: int) -> None:
         pause_s = granted_ms / 3000

@@ -2,14 +2,15 @@
 
 It makes a ragged forward pass possible: one token of each of several sessions, without padding. The tokens stand
 side by side as one sequence, each with its own position; all layers but attention treat rows alike, and attention
-takes each row to the keys and values of its own session. It also spares prefill the copies of keys and values that
-transformers makes for grouped queries when there is a mask.
+takes each row to the keys and values of its own session. It makes a pass over a sharded context possible
+(sharded.py). It also spares prefill the copies of keys and values that transformers makes for grouped queries when
+there is a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 import torch
@@ -19,6 +20,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvsp.connectors.prefix import PrefixCache
 from kvsp.protocol.descriptor import Descriptor
+
+if TYPE_CHECKING:
+    from services.instance.sharded import Sharded
 
 NAME: Final = "kvsp-ragged"
 _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
@@ -59,11 +63,19 @@ def attention(
     attention_mask: torch.Tensor | None,
     *,
     ragged: RaggedCache | None = None,
+    sharded: Sharded | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it; over each session's own states if `ragged` is passed to the model."""
+    """Attention as transformers calls it; over each session's own states if `ragged` is passed to the model, over
+    a sharded context if `sharded` is.
+    """
     if any(options.get(name) is not None for name in _UNSUPPORTED):
         raise NotImplementedError("a kind of attention that is not computed by rows")
+    if sharded is not None:
+        if options.get("sliding_window") is not None:
+            raise NotImplementedError("not every token sees all before it")
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        return sharded.attend(query[0], key[0], value[0], scale).unsqueeze(0), None
     if ragged is None:
         return _attend(module, query, key, value, attention_mask, **options), None
     window = options.get("sliding_window")

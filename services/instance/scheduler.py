@@ -22,11 +22,11 @@ from kvsp.connectors.prefix import Arrival, Interrupted, PrefixShortened
 from kvsp.protocol.errors import bad_request
 from kvsp.rpc.interceptors import frames
 from services.instance.engine import (
+    KV_OCTETS,
     BlockDone,
     Engine,
     Event,
     Finished,
-    FinishReason,
     PrefixLost,
     S,
     Sampled,
@@ -34,7 +34,9 @@ from services.instance.engine import (
     Stats,
     TokensUnknown,
     Work,
+    end_reason,
 )
+from services.instance.memory import Key, Memory, positions_in
 
 EXPORTS_A_TURN: Final = 4
 """Blocks of a session that are exported between two tokens, so that a long prompt's do not hold up the others."""
@@ -52,7 +54,7 @@ class Entry(Generic[S]):
     work: Work
     sequence: S
     positions: int
-    """The most tokens that it may have, which KV memory is kept for."""
+    """The most tokens that it may have."""
     cancelled: bool = False
     overlap: bool = True
     """May be computed while its prefix is arriving."""
@@ -63,7 +65,7 @@ class Entry(Generic[S]):
     """Blocks up to here need no export (any more); None before the first token was sampled."""
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Key:
         """Session and epoch."""
         return self.work.session, self.work.epoch
 
@@ -86,9 +88,10 @@ class Entry(Generic[S]):
 class Scheduler(Generic[S]):
     """Runs sessions on `engine` and tells what happens to `on_event`, on the event loop it was made on.
 
-    At most `batch_size` sessions run at a time, with at most `kv_octets` of KV memory, which is kept for all their
-    tokens from the start; others wait in the order of their submission. Methods may be called on any thread and do
-    not wait for compute, but for `close`.
+    At most `batch_size` sessions run at a time; others wait in the order of their submission. Those that run or
+    have a prefix take at most `kv_octets` of KV memory, which is kept for all their tokens from the start: ask for
+    `room` before a prefix is made. Methods may be called on any thread, but for `room`, and do not wait for
+    compute, but for `close`.
     """
 
     def __init__(
@@ -97,16 +100,16 @@ class Scheduler(Generic[S]):
         on_event: Callable[[Event], None],
         *,
         batch_size: int = 16,
-        kv_octets: int = 4 << 30,
+        kv_octets: int = KV_OCTETS,
     ) -> None:
         self._engine = engine
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self._batch_size = batch_size
-        self._positions = kv_octets * engine.descriptor.block_tokens // engine.descriptor.payload_octets
+        self._memory = Memory(positions_in(kv_octets, engine.descriptor))
         self._prefill_rate, self._decode_rate = engine.rates
         self._changed = threading.Condition()
-        self._entries: dict[tuple[str, int], Entry[S]] = {}
+        self._entries: dict[Key, Entry[S]] = {}
         self._queue: deque[Entry[S]] = deque()
         self._running: list[Entry[S]] = []
         self._overlapping: Entry[S] | None = None
@@ -114,15 +117,29 @@ class Scheduler(Generic[S]):
         self._thread = threading.Thread(target=self._run, name="kvsp-compute", daemon=True)
         self._thread.start()
 
+    async def room(self, session: str, epoch: int, prompt_tokens: int, max_tokens: int) -> None:
+        """Return when memory is kept for a session, until its end or `cancel`.
+
+        Who gives up waiting must call `cancel`.
+        Raises KvspError (400) when there never is as much, ValueError when the session is there already.
+        """
+        positions, granted = self._positions_of(prompt_tokens, max_tokens), self._loop.create_future()
+        with self._changed:
+            self._memory.ask((session, epoch), positions, lambda: self._loop.call_soon_threadsafe(_grant, granted))
+        await granted
+
     def submit(self, work: Work) -> None:
-        """Take a session. Raises KvspError (400) when it cannot be run, ValueError when it is there already."""
-        if work.prompt_tokens >= self._positions:
-            raise bad_request("prompt needs more memory than there is")
-        positions = min(work.prompt_tokens + work.max_tokens, self._engine.positions_max, self._positions)
+        """Take a session; one that has no `room` waits for it.
+
+        Raises KvspError (400) when it cannot be run, ValueError when it is there already.
+        """
+        positions = self._positions_of(work.prompt_tokens, work.max_tokens)
         entry = Entry(work, self._engine.begin(work), positions)
         with self._changed:
             if entry.key in self._entries:
                 raise ValueError("session is there already")
+            if entry.key not in self._memory:
+                self._memory.ask(entry.key, positions, self._changed.notify_all)
             self._entries[entry.key] = entry
             self._queue.append(entry)
         entry.arrival.watch(self._wake)
@@ -132,11 +149,11 @@ class Scheduler(Generic[S]):
         """Forget a session, if it is there; on the event loop: none of its events follow."""
         with self._changed:
             entry = self._entries.pop((session, epoch), None)
-            if entry is None:
-                return
-            entry.cancelled = True
-            if entry in self._queue:
-                self._queue.remove(entry)
+            if entry is not None:
+                entry.cancelled = True
+                if entry in self._queue:
+                    self._queue.remove(entry)
+            self._memory.free((session, epoch))
         self._wake()
 
     def provide_tokens(self, session: str, epoch: int, tokens: Sequence[int]) -> None:
@@ -153,8 +170,8 @@ class Scheduler(Generic[S]):
         with self._changed:
             return Stats(
                 running=len(self._running),
-                queued=len(self._queue),
-                kv_utilization=self._taken() / self._positions,
+                queued=len({*self._memory.waiting, *(entry.key for entry in self._queue)}),
+                kv_utilization=self._memory.taken / self._memory.positions,
                 prefill_tokens_per_s=self._prefill_rate,
                 decode_tokens_per_s=self._decode_rate,
             )
@@ -181,18 +198,22 @@ class Scheduler(Generic[S]):
         """There is something to do that needs no waiting; `besides` is being computed already."""
         if self._closing or (besides is not None and besides.cancelled):
             return True
-        if self._admissible() and (besides is None or self._queue[0].settled):
+        admissible = self._admissible()
+        if admissible is not None and (besides is None or admissible.settled):
             return True
         return any(entry.actionable for entry in self._running if entry is not besides)
 
-    def _admissible(self) -> bool:
-        """There is a place for the first in the queue."""
-        if not self._queue or len(self._running) >= self._batch_size:
-            return False
-        return self._taken() + self._queue[0].positions <= self._positions
+    def _admissible(self) -> Entry[S] | None:
+        """The next of the queue, if there is a place for it."""
+        if len(self._running) >= self._batch_size:
+            return None
+        return next((entry for entry in self._queue if self._memory.has(entry.key)), None)
 
-    def _taken(self) -> int:
-        return sum(entry.positions for entry in self._running)
+    def _positions_of(self, prompt_tokens: int, max_tokens: int) -> int:
+        """What is kept for a session. Raises KvspError (400) when its prompt needs more than there is."""
+        if prompt_tokens >= self._memory.positions:
+            raise bad_request("prompt needs more memory than there is")
+        return min(prompt_tokens + max_tokens, self._engine.positions_max, self._memory.positions)
 
     def _overlapped(self) -> Entry[S] | None:
         """A session that may begin before its prefix is there."""
@@ -204,9 +225,11 @@ class Scheduler(Generic[S]):
             self._changed.wait_for(lambda: self._due() or self._overlapped() is not None)
             if self._closing:
                 return None
-            self._running = [entry for entry in self._running if not entry.cancelled]
-            while self._admissible():
-                self._running.append(self._queue.popleft())
+            for entry in [entry for entry in self._running if entry.cancelled]:
+                self._leave(entry)
+            while (admitted := self._admissible()) is not None:
+                self._queue.remove(admitted)
+                self._running.append(admitted)
             return list(self._running)
 
     # --- on the compute thread ---
@@ -252,19 +275,10 @@ class Scheduler(Generic[S]):
             self._tell(Started(*entry.key, min(sequence.loaded, work.prompt_tokens)))
         token = self._engine.sample(sequence)
         self._tell(Sampled(*entry.key, sequence.length - 1 - work.prompt_tokens, token))
-        reason = self._end_reason(entry, token)
+        reason = end_reason(work, sequence.length, entry.positions, token)
         if reason is not None:
             self._export(entry, everything=True)
             self._finish(entry, Finished(*entry.key, reason))
-
-    def _end_reason(self, entry: Entry[S], token: int) -> FinishReason | None:
-        """Whether `token`, the last one, ends the output."""
-        length, work = entry.sequence.length, entry.work
-        if token in work.stop_tokens:
-            return "stop"
-        if length - work.prompt_tokens >= work.max_tokens or length >= entry.positions:
-            return "length"
-        return None
 
     def _export(self, entry: Entry[S], *, everything: bool = False) -> None:
         if entry.exported is None:
@@ -280,7 +294,7 @@ class Scheduler(Generic[S]):
         sequence, work = entry.sequence, entry.work
         if sequence.length > work.prompt_tokens and entry.exported is None:
             # A checkpoint may have been made of a session's last token.
-            reason = self._end_reason(entry, work.tokens[-1])
+            reason = end_reason(work, sequence.length, entry.positions, work.tokens[-1])
             if reason is not None:
                 self._finish(entry, Finished(*entry.key, reason))
                 return
@@ -330,8 +344,13 @@ class Scheduler(Generic[S]):
 
     def _finish(self, entry: Entry[S], last: Finished) -> None:
         with self._changed:
-            self._running.remove(entry)
+            self._leave(entry)
         self._tell(last)
+
+    def _leave(self, entry: Entry[S]) -> None:
+        self._running.remove(entry)
+        if not entry.cancelled:  # `cancel` has done so, and the key may be another's by now
+            self._memory.free(entry.key)
 
     def _tell(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._deliver, event)
@@ -347,3 +366,8 @@ class Scheduler(Generic[S]):
             if isinstance(event, Finished):
                 del self._entries[key]
         self._on_event(event)
+
+
+def _grant(granted: asyncio.Future[None]) -> None:
+    if not granted.done():
+        granted.set_result(None)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
@@ -25,7 +25,7 @@ from kvsp.rpc.authority import Authority
 from kvsp.rpc.channel import channel_to
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_policy, load_scope_keys
-from kvsp.rpc.identity import caller
+from kvsp.rpc.identity import speak_for
 from kvsp.v1 import common_pb2, common_pb2_grpc, instance_pb2, instance_pb2_grpc
 from services.instance import loading, sampling
 from services.instance.config import InstanceConfig, check_identity, check_model, check_parties
@@ -33,35 +33,33 @@ from services.instance.controller import Controller, HttpsController, InternalCo
 from services.instance.directory import Directory
 from services.instance.engine import Engine
 from services.instance.epoch import next_epoch
+from services.instance.group_blocks import GroupBlocks
+from services.instance.group_links import Stubs
+from services.instance.group_service import Context, GroupService
+from services.instance.groups import Groups
 from services.instance.host import Host, Schedule
 from services.instance.loading import Holders, Loading
+from services.instance.memory import positions_in
 from services.instance.sessions import Output
 from services.instance.settings import Settings
 from services.instance.state import InstanceState
 from services.instance.tiers import TierNews
+
+if TYPE_CHECKING:
+    from services.instance.sharding import Sharding
 
 SERVICES: Final = ("kvsp.v1.Instance", "kvsp.v1.Authority")
 
 PREFETCH: Final = access.find("POST", "prefetch")
 DIRECTIVE: Final = access.find("GET", "prefetch/{directive}")
 RESUME: Final = access.find("POST", "sessions/{session}/resume")
-RESHARD: Final = access.find("POST", "reshard")
 PUT_STATE: Final = access.find("PUT", "state")
 
 log = structlog.get_logger()
 
-Context = grpc.aio.ServicerContext[Any, Any]
 
-
-class InstanceService(instance_pb2_grpc.InstanceServicer):
+class InstanceService(GroupService):
     """Authorizes callers and translates messages; `Host` does the work. "Only the PC" directs (R-210)."""
-
-    def __init__(self, host: Host, policy: Policy) -> None:
-        self._host = host
-        self._policy = policy
-
-    def _caller(self, context: Context) -> Identity:
-        return caller(context, self._policy)
 
     async def Prefetch(  # noqa: N802 - the names are the RPCs'
         self, request: instance_pb2.PrefetchDirective, context: Context
@@ -112,20 +110,6 @@ class InstanceService(instance_pb2_grpc.InstanceServicer):
         if request.state not in registry.INSTANCE_STATES:
             raise bad_request("unknown state")
         return common_pb2.StateChange(state=self._host.put_state(request.state))
-
-    async def Reshard(  # noqa: N802
-        self, request: instance_pb2.ReshardRequest, context: Context
-    ) -> instance_pb2.ReshardReply:
-        """Plan, commit or abort a reshard: this instance is in no parallel group.
-
-        So every map is unknown to it: "commit unprepared/unknown map -> 409 plan-conflict" (U-38), and a plan it
-        cannot carry out is refused as one that could not be loaded.
-        """
-        access.authorize(self._policy, self._caller(context), RESHARD)
-        record = convert.reshard_from_message(request)
-        if request.WhichOneof("step") == "plan":
-            raise KvspError(registry.UNAVAILABLE, f"cannot load for map version {record.new}", retry_after_s=60)
-        raise KvspError(registry.PLAN_CONFLICT, "unknown map")
 
     async def Generate(  # noqa: N802
         self, request: instance_pb2.GenerateRequest, context: Context
@@ -185,9 +169,18 @@ def register(target: grpc.aio.Server, host: Host, policy: Policy) -> None:
 
 @asynccontextmanager
 async def hosted(
-    config: InstanceConfig, policy: Policy, engine: Engine[Any], schedule: Schedule, news: TierNews
+    config: InstanceConfig,
+    policy: Policy,
+    engine: Engine[Any],
+    schedule: Schedule,
+    news: TierNews,
+    *,
+    sharding: Sharding | None = None,
 ) -> AsyncIterator[Host]:
-    """A host at work around an engine, whose device tier tells its changes to `news`. Raises ConfigError."""
+    """A host at work around an engine, whose device tier tells its changes to `news`. Raises ConfigError.
+
+    Without `sharding` it is a member of no parallel group.
+    """
     identity = check_identity(config, policy)
     check_parties(config, policy)
     scopes = _scopes(config, identity)
@@ -201,7 +194,17 @@ async def hosted(
             descriptor=engine.descriptor, compat_id=settings.compat_id, device=engine.device, news=news,
         )  # fmt: skip
         controller = await _controller(stack, config, policy)
-        host = Host(InstanceState(settings, scopes, holders.sources, now_ms()), engine, made, controller, schedule)
+        state = InstanceState(settings, scopes, holders.sources, now_ms())
+        blocks = GroupBlocks(
+            holders, directory, workers,
+            descriptor=engine.descriptor, compat_id=settings.compat_id, parallel=config.parallel,
+        )  # fmt: skip
+        groups = Groups(
+            state, scopes, sharding, blocks,
+            stubs=await _instances(stack, config), metadata=speak_for(config.principal),
+            descriptor=engine.descriptor, octets_max=config.group_octets,
+        )  # fmt: skip
+        host = Host(state, engine, made, controller, schedule, groups=groups)
         running = asyncio.create_task(host.run())
         running.add_done_callback(server.stop_if_failed)
         try:
@@ -218,7 +221,8 @@ def _settings(config: InstanceConfig, engine: Engine[Any], epoch: int) -> Settin
         epoch=epoch,
         compat_id=engine.compat_id.hex(),
         block_tokens=engine.descriptor.block_tokens,
-        positions_max=engine.positions_max,
+        positions_max=min(engine.positions_max, positions_in(config.kv_octets, engine.descriptor)),
+        batch_invariant=engine.batch_invariant,
         batch_size=config.batch_size,
         queue_max=config.queue_max,
         status_ttl_ms=config.status_ttl_ms,
@@ -234,6 +238,16 @@ def _scopes(config: InstanceConfig, identity: Identity) -> dict[str, ScopeKey]:
     if scopes.keys() - identity.scopes:
         raise ConfigError(f"{config.policy}: {config.principal} has a key of a scope that is not its own")
     return scopes
+
+
+async def _instances(stack: AsyncExitStack, config: InstanceConfig) -> Stubs:
+    """The instances that a context may be shared with. Raises ConfigError."""
+    stubs: dict[str, instance_pb2_grpc.InstanceAsyncStub] = {}
+    for party in config.instances:
+        assert party.peer is not None  # noqa: S101  (check_parties)
+        channel = await stack.enter_async_context(channel_to(party.base_uri, party.peer))
+        stubs[party.base_uri] = instance_pb2_grpc.InstanceStub(channel)
+    return stubs
 
 
 async def _directory(
@@ -265,11 +279,13 @@ async def serve(config: InstanceConfig) -> None:
     made = server.make_server(config, SERVICES)  # first: refuses when this instance already runs
     # Torch takes seconds to import and a gigabyte to hold: only where an engine runs.
     from services.instance.scheduler import Scheduler
+    from services.instance.sharding import Sharding
 
     news = TierNews()
     engine = await asyncio.to_thread(_load, config, news)
-    schedule = partial(Scheduler, engine, batch_size=config.batch_size)
-    async with hosted(config, policy, engine, schedule, news) as host:
+    schedule = partial(Scheduler, engine, batch_size=config.batch_size, kv_octets=config.kv_octets)
+    sharding = Sharding(engine) if engine.can_shard else None
+    async with hosted(config, policy, engine, schedule, news, sharding=sharding) as host:
         watching = asyncio.create_task(_stop_when_failed(host))
 
         async def drain() -> None:
@@ -289,6 +305,7 @@ def _load(config: InstanceConfig, news: TierNews) -> Engine[Any]:
             block_tokens=config.block_tokens,
             threads=config.threads,
             batch_invariant=config.batch_invariant,
+            chunk_tokens=config.chunk_tokens,
             device_octets=config.device_octets,
             device_layers=config.device_layers,
             device_changed=news.changed,

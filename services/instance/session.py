@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from kvsp.protocol import keys, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
+from kvsp.protocol.keys import ScopeKey
 from kvsp.protocol.records import Sampler, SessionCheckpoint, TokenId
 
 Reason = Literal["stop", "length", "failed"]
@@ -30,7 +31,32 @@ CHECKPOINT_TOKENS: Final = 64
 RETRY_MS: Final = (100, 2_000)
 """Pauses after a checkpoint that nobody answered: the first, and the longest."""
 
+SILENCE_MS_MAX: Final = 300_000
+"""Without an answer to any checkpoint for so long a session ends here.
+
+The placement controller may have ended it, and forgets that it has been there after twice this time (`ended_ms` in
+services/placement/settings.py). A checkpoint that got through then would be taken for a new session's.
+"""
+
 STOP_TOKENS_MAX: Final = 64
+
+
+def naming(key: ScopeKey, compat_id: str, block_tokens: int) -> Name:
+    """Names blocks of one scope and model."""
+
+    def name(tokens: Sequence[int], parent: bytes) -> list[bytes]:
+        return keys.block_keys(key, bytes.fromhex(compat_id), tokens, block_tokens, parent)
+
+    return name
+
+
+def kept(sampler: Sampler, *, batch_invariant: bool) -> Sampler:
+    """A sampler with what an instance can keep of it; its checkpoints say the same.
+
+    "true only if every instance eligible to resume the session produces bit-identical output tokens from the same
+    state": one without batch-invariant kernels does not.
+    """
+    return msgspec.structs.replace(sampler, deterministic=sampler.deterministic and batch_invariant)
 
 
 class Bounds(Struct, frozen=True):
@@ -80,6 +106,8 @@ class Session:
     retry_ms: int = 0
     """No checkpoint before this time."""
     pause_ms: int = 0
+    silent_ms: int | None = None
+    """Since when no checkpoint has been answered; None: the latest was."""
     needs_prompt: bool = False
     """The engine waits for tokens of the prompt; until `ends_ms`."""
     reason: Reason | None = None
@@ -135,7 +163,7 @@ class Session:
 
     def give_prompt(self, prompt: Sequence[int]) -> None:
         """The front end brought the prompt's tokens. Raises KvspError (400) when they are another prompt's."""
-        if self.prompt is not None:
+        if self.prompt is not None or self.ended:
             return
         head = len(self.prompt_blocks) * self.block_tokens
         named = [key.hex() for key in self.name(prompt[:head], bytes(32))]
@@ -146,6 +174,11 @@ class Session:
         ):
             raise bad_request("the prompt is not that of the session")
         self.prompt = list(prompt)
+
+    def end(self, ends_ms: int) -> None:
+        """Nothing will be added to its output, which is kept until then; what it was computed from is not."""
+        self.ended, self.ends_ms = True, ends_ms
+        self.prompt, self._keys = None, []
 
     # --- checkpoints ---
 
@@ -176,14 +209,20 @@ class Session:
             raise KvspError(registry.STALE_EPOCH, "another run of the session is ahead of this one")
         self.covered = max(self.covered, recorded)
         self.pause_ms = self.retry_ms = 0
+        self.silent_ms = None
 
-    def unanswered(self, now_ms: int) -> None:
-        """The one under way may be lost: another follows later, with all that has come by then."""
+    def unanswered(self, now_ms: int) -> bool:
+        """The one under way may be lost: another follows later, with all that has come by then.
+
+        False: none has been answered for so long that none must follow.
+        """
         least, most = RETRY_MS
         self.in_flight = None
         self.due = self.reason is None or not self.deterministic
         self.pause_ms = min(most, max(least, 2 * self.pause_ms))
         self.retry_ms = now_ms + self.pause_ms
+        self.silent_ms = now_ms if self.silent_ms is None else self.silent_ms
+        return now_ms - self.silent_ms < SILENCE_MS_MAX
 
     # --- output ---
 

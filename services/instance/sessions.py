@@ -9,7 +9,6 @@ import hmac
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from kvsp.protocol import keys, registry
@@ -26,7 +25,7 @@ from services.instance.instructions import (
     StartSession,
     StopSession,
 )
-from services.instance.session import Name, Reason, Session, bounds_of
+from services.instance.session import Name, Reason, Session, bounds_of, kept, naming
 from services.instance.settings import Settings
 
 FIRST_EPOCH: Final = 1
@@ -68,7 +67,10 @@ class Sessions:
         self._admit = admit
         self._changed = changed
         self._all: dict[str, Session] = {}
-        self._fences: OrderedDict[str, int] = OrderedDict()
+        self.grouped: set[str] = set()
+        """Sessions whose context is sharded: what they compute is not, to the bit, what one instance computes."""
+        self._fences: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """By session and scope: who may not see a scope must not learn of its sessions."""
 
     def __len__(self) -> int:
         """Sessions known, those included whose output has ended."""
@@ -116,7 +118,7 @@ class Sessions:
         known = self._all.get(session)
         if known is not None and not hmac.compare_digest(known.scope_id, scope_id):
             raise _unknown()
-        if epoch < self._floor(session):
+        if epoch < self._floor(session, scope_id):
             raise _stale()
         if known is not None and known.epoch == epoch:
             known.give_prompt(prompt)
@@ -138,7 +140,7 @@ class Sessions:
             compat_id=compat_id,
             block_tokens=self._settings.block_tokens,
             name=self._name(scope_id),
-            sampler=sampler,
+            sampler=kept(sampler, batch_invariant=self._settings.batch_invariant and session not in self.grouped),
             prompt_blocks=[key.hex() for key in blocks],
             prompt_tail=list(prompt[len(blocks) * self._settings.block_tokens :]),
             prompt=list(prompt),
@@ -159,10 +161,13 @@ class Sessions:
         if checkpoint.sampler.step != checkpoint.output_offset:
             raise bad_request("the sampler's step is not the number of output tokens")
         known = self._all.get(checkpoint.session)
+        if known is not None and not hmac.compare_digest(known.scope_id, checkpoint.scope_id):
+            raise _unknown()
         reply = ResumeReply(checkpoint.session, request.epoch, checkpoint.output_offset)
         if known is not None and known.epoch == request.epoch and known.origin == checkpoint:
             return reply  # "Same epoch repeated -> 202 no restart"
-        if request.epoch < self._floor(checkpoint.session) or (known and known.epoch == request.epoch):
+        floor = self._floor(checkpoint.session, checkpoint.scope_id)
+        if request.epoch < floor or (known and known.epoch == request.epoch):
             raise _stale()
         self._admit()
         made = Session(
@@ -172,7 +177,7 @@ class Sessions:
             compat_id=checkpoint.compat_id,
             block_tokens=self._settings.block_tokens,
             name=self._name(checkpoint.scope_id),
-            sampler=checkpoint.sampler,
+            sampler=kept(checkpoint.sampler, batch_invariant=self._settings.batch_invariant),
             prompt_blocks=checkpoint.prompt_blocks,
             prompt_tail=checkpoint.prompt_tail,
             generated=list(checkpoint.generated),
@@ -229,6 +234,12 @@ class Sessions:
         if found is not None and found.add(index, token):
             self._advance(now_ms, found)
 
+    def restart(self, session: str, epoch: int) -> None:
+        """What computed the session has ended without its doing: the engine begins with it again."""
+        found = self.get(session, epoch)
+        if found is not None and found.reason is None:
+            self._emit(StartSession.of(found))
+
     def prefix_lost(self, now_ms: int, session: str, epoch: int) -> None:
         """Blocks could not be loaded, and the tokens of the prompt are needed to compute them."""
         found = self.get(session, epoch)
@@ -271,11 +282,17 @@ class Sessions:
             self._changed(now_ms)
 
     def unanswered(self, now_ms: int, session: str, epoch: int) -> None:
-        """Nobody answered the checkpoint under way, or with "later" (5xx, 429): another follows after a pause."""
+        """Nobody answered the checkpoint under way, or with "later" (5xx, 429): another follows after a pause.
+
+        When that goes on for too long (session.SILENCE_MS_MAX) the session ends here as if it had been refused.
+        """
         found = self.get(session, epoch)
-        if found is not None:
-            found.unanswered(now_ms)
+        if found is None:
+            return
+        if found.unanswered(now_ms):
             self._advance(now_ms, found)
+        else:
+            self.checkpoint_refused(now_ms, session, epoch)
 
     # --- time ---
 
@@ -308,20 +325,19 @@ class Sessions:
         if running >= self._settings.batch_size + self._settings.queue_max:
             raise unavailable("the queue is full")
 
-    def _floor(self, session: str) -> int:
+    def _floor(self, session: str, scope_id: str) -> int:
         """The lowest epoch of a session that is not fenced."""
         known = self._all.get(session)
-        return self._fences.get(session, FIRST_EPOCH) if known is None else known.epoch
+        return self._fences.get((session, scope_id), FIRST_EPOCH) if known is None else known.epoch
 
     def _name(self, scope_id: str) -> Name:
-        compat_id = bytes.fromhex(self._settings.compat_id)
-        return partial(_block_keys, self._scopes[scope_id], compat_id, self._settings.block_tokens)
+        return naming(self._scopes[scope_id], self._settings.compat_id, self._settings.block_tokens)
 
     def _start(self, now_ms: int, session: Session) -> None:
         bounds = bounds_of(session.sampler)
         session.max_tokens = min(bounds.max_tokens, self._settings.positions_max - session.prompt_tokens)
         session.stop_tokens = frozenset(bounds.stop_tokens)
-        self._fences.pop(session.id, None)
+        self._fences.pop((session.id, session.scope_id), None)
         self._all[session.id] = session
         self._changed(now_ms)
         if session.generated and session.generated[-1] in session.stop_tokens:
@@ -329,26 +345,13 @@ class Sessions:
         elif len(session.generated) >= session.max_tokens:
             session.reason = "length"
         else:
-            self._emit(
-                StartSession(
-                    session=session.id,
-                    epoch=session.epoch,
-                    scope_id=session.scope_id,
-                    block_keys=list(session.keys()),
-                    prompt_tokens=session.prompt_tokens,
-                    known_from=session.known_from,
-                    tokens=session.tokens,
-                    sampler=session.sampler,
-                    max_tokens=session.max_tokens,
-                    stop_tokens=session.stop_tokens,
-                )
-            )
+            self._emit(StartSession.of(session))
         self._advance(now_ms, session)
 
     def _fence(self, session: Session) -> None:
         """Forget a session under its epoch and all before."""
         del self._all[session.id]
-        self._fences[session.id] = session.epoch + 1
+        self._fences[session.id, session.scope_id] = session.epoch + 1
         if len(self._fences) > FENCES_MAX:
             self._fences.popitem(last=False)
         if session.reason is None:
@@ -368,8 +371,7 @@ class Sessions:
         if session.checkpoint_wanted(now_ms):
             self._emit(SendCheckpoint(session.take_checkpoint()))
         if session.complete and session.reason is not None and not session.ended:
-            session.ended = True
-            session.ends_ms = now_ms + self._settings.keep_output_ms
+            session.end(now_ms + self._settings.keep_output_ms)
             self._emit(Ended(session.id, session.epoch, session.reason, len(session.generated)))
             self._changed(now_ms)
 
@@ -381,12 +383,6 @@ class Sessions:
         self._emit(StopSession(session.id, session.epoch))
         session.needs_prompt, session.ends_ms, session.reason = False, None, "failed"
         self._advance(now_ms, session)
-
-
-def _block_keys(
-    key: ScopeKey, compat_id: bytes, block_tokens: int, tokens: Sequence[int], parent: bytes
-) -> list[bytes]:
-    return keys.block_keys(key, compat_id, tokens, block_tokens, parent)
 
 
 def _stale() -> KvspError:

@@ -9,13 +9,17 @@ from kvsp.protocol import limits
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What an instance is. Times are milliseconds; 0 for `sleep_after_ms`: it never asks to sleep."""
+    """What an instance is. Times are milliseconds; 0 for `sleep_after_ms`: it never asks to sleep.
+
+    `batch_invariant` as the engine is: without it no session here is deterministic, whatever its sampler says.
+    """
 
     base_uri: str
     epoch: int
     compat_id: str
     block_tokens: int
     positions_max: int
+    batch_invariant: bool = True
     batch_size: int = 16
     queue_max: int = 64
     status_ttl_ms: int = 1_500

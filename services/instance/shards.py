@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec import UnsetType
 
@@ -25,6 +26,7 @@ class Fetch:
     map: str
     version: int
     ranges: tuple[ReshardFetch, ...]
+    deadline_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,16 @@ class Serve:
     ranges: tuple[Range, ...]
 
 
+class Plan(NamedTuple):
+    """What a plan says."""
+
+    old: int
+    deadline_ms: int
+    retain: list[Range]
+    fetch: list[ReshardFetch]
+    release: list[Range]
+
+
 Instruction = Fetch | StopFetch | Drop | Serve
 
 
@@ -77,6 +89,9 @@ class Shards:
         self._block_tokens = block_tokens
         self._members: dict[str, _Member] = {}
         self._instructions: list[Instruction] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
 
     def instructions(self) -> list[Instruction]:
         """What is to be done since the last call, in order."""
@@ -107,6 +122,27 @@ class Shards:
         """The authoritative version. Raises KvspError (kvsp-plan-conflict) for an unknown map."""
         return self._member(name).version
 
+    def serves(self, name: str, version: int) -> list[Range]:
+        """The ranges that answer for a version: the authoritative one, or the next once it is prepared.
+
+        By then some other member may have been told of the commit already. Raises KvspError (kvsp-plan-conflict).
+        """
+        member = self._member(name)
+        if version == member.version:
+            return list(member.held)
+        if member.plan is None or member.phase is not Phase.PREPARED or version != member.version + 1:
+            raise KvspError(registry.PLAN_CONFLICT, "another version is authoritative")
+        return reshard.merged([*parts(member.plan).retain, *member.fetched])
+
+    def knows(self, name: str) -> bool:
+        """Is this instance a member, or becoming one?"""
+        return name in self._members
+
+    def under_way(self, name: str) -> ReshardRequest | None:
+        """The plan that is neither committed nor aborted yet."""
+        member = self._members.get(name)
+        return None if member is None else member.plan
+
     def forget(self, name: str) -> None:
         """The context is of no use any more."""
         member = self._members.pop(name, None)
@@ -115,23 +151,20 @@ class Shards:
                 self._instructions.append(StopFetch(name, member.version + 1))
             self._drop(name, [*member.held, *member.fetched])
 
-    def plan(self, request: ReshardRequest) -> bool:
-        """A plan. True: acknowledged; False: not before `loaded` says so.
-
-        Raises KvspError: 400 for unaligned ranges, kvsp-plan-conflict (R-195).
-        """
-        old, retain, fetch, release = _members_of(request)
+    def check(self, request: ReshardRequest) -> None:
+        """Raises KvspError as `plan` does, which then takes the request."""
+        old, _, retain, fetch, release = parts(request)
         self._check_aligned([*retain, *release, *(entry.tokens for entry in fetch)])
         member = self._members.get(request.map)
         if member is None:
             # "an unseen map adopts `from` when retain and release are empty" (U-38)
             if retain or release:
                 raise KvspError(registry.PLAN_CONFLICT, "the map is not known here")
-            member = self._members[request.map] = _Member(old, [])
+            return
         if member.plan is not None:
             if member.plan != request:
                 raise KvspError(registry.PLAN_CONFLICT, "another plan is under way")
-            return member.phase is Phase.PREPARED  # "Identical plan repeat -> joins the first" (U-38)
+            return
         if old != member.version:
             raise KvspError(registry.PLAN_CONFLICT, "from is not the current version")
         # "held ranges must be ⊆ retain∪release, fetch disjoint from held" (U-38); and what it does not hold, an
@@ -140,12 +173,23 @@ class Shards:
             raise KvspError(registry.PLAN_CONFLICT, "retain and release are not what is held")
         if reshard.common(sorted(entry.tokens for entry in fetch), member.held):
             raise KvspError(registry.PLAN_CONFLICT, "fetch names tokens that are held")
+
+    def plan(self, request: ReshardRequest) -> bool:
+        """A plan. True: acknowledged; False: not before `loaded` says so.
+
+        Raises KvspError: 400 for unaligned ranges, kvsp-plan-conflict (R-195).
+        """
+        self.check(request)
+        old, deadline_ms, _, fetch, _ = parts(request)
+        member = self._members.setdefault(request.map, _Member(old, []))
+        if member.plan is not None:
+            return member.phase is Phase.PREPARED  # "Identical plan repeat -> joins the first" (U-38)
         member.plan = request
         self._move(member, Event.PLAN)
         if not fetch:
             self._move(member, Event.LOADED)
             return True
-        self._instructions.append(Fetch(request.map, old + 1, tuple(fetch)))
+        self._instructions.append(Fetch(request.map, old + 1, tuple(fetch), deadline_ms))
         return False
 
     def loaded(self, name: str, version: int) -> bool:
@@ -164,7 +208,7 @@ class Shards:
             return version  # "commit repeat at that version -> 200" (U-38)
         if member.plan is None or version != member.version + 1 or member.phase is not Phase.PREPARED:
             raise KvspError(registry.PLAN_CONFLICT, "the version is not prepared")
-        _, retain, fetch, release = _members_of(member.plan)
+        _, _, retain, fetch, release = parts(member.plan)
         self._move(member, Event.COMMIT)
         member.plan = None
         member.version = version
@@ -212,14 +256,16 @@ class Shards:
             raise bad_request("a range does not begin and end with a block")
 
 
-def _members_of(plan: ReshardRequest) -> tuple[int, list[Range], list[ReshardFetch], list[Range]]:
-    """`from`, retain, fetch and release of what is known to be a plan."""
-    old, retain, fetch, release = plan.old, plan.retain, plan.fetch, plan.release
+def parts(request: ReshardRequest) -> Plan:
+    """The members of what is known to be a plan."""
+    old, deadline_ms = request.old, request.deadline_ms
+    retain, fetch, release = request.retain, request.fetch, request.release
     if (
         isinstance(old, UnsetType)
+        or isinstance(deadline_ms, UnsetType)
         or isinstance(retain, UnsetType)
         or isinstance(fetch, UnsetType)
         or isinstance(release, UnsetType)
     ):
         raise TypeError("not a plan")
-    return old, retain, fetch, release
+    return Plan(old, deadline_ms, retain, fetch, release)

@@ -16,7 +16,14 @@ from kvsp.protocol.records import DirectiveStatus, InstanceStatus, Link, Prefetc
 from services.instance import directives, lifecycle
 from services.instance.directives import Directives
 from services.instance.engine import Stats
-from services.instance.instructions import BeginDirective, EmptyDevice, Instruction, SendStatus, StopDirective
+from services.instance.instructions import (
+    BeginDirective,
+    EmptyDevice,
+    Instruction,
+    SendStatus,
+    StopDirective,
+    UseDevice,
+)
 from services.instance.lifecycle import State
 from services.instance.sessions import Sessions
 from services.instance.settings import Settings
@@ -78,6 +85,8 @@ class InstanceState:
             self._stop(self._directives.stop_all(now_ms))
         if self.state in ("sleeping", "failed"):
             self._instruct(EmptyDevice())
+        elif before == "sleeping":
+            self._instruct(UseDevice())
         self._report(now_ms)  # "enters sleeping and reports it"
 
     def _load_changed(self, now_ms: int) -> None:

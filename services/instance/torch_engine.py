@@ -40,15 +40,8 @@ from kvsp.protocol.errors import bad_request
 from kvsp.protocol.records import Sampler
 from services.instance import ragged, sampling
 from services.instance.device import Changed, DeviceTier
-from services.instance.engine import TokensUnknown, Work
-
-CHUNK_TOKENS: Final = 256
-"""Tokens of a chunk, about: a whole number of blocks.
-
-Longer chunks read the weights less often; shorter ones hold up others' decoding less, and cost less where a loaded
-prefix ends inside one. CPU time of 2,000 tokens of the demo model against one pass over them all, with the last
-chunk's padding: 64: 1.25, 128: 1.15, 256: 1.04, 512: 1.02.
-"""
+from services.instance.engine import CHUNK_TOKENS, TokensUnknown, Work
+from services.instance.sharded import Sharded, forward, scales
 
 THREADS_MAX: Final = 8
 POSITIONS_MAX: Final = 32_768
@@ -118,7 +111,9 @@ class TorchEngine:
         self.positions_max: int = getattr(config, "max_position_embeddings", None) or POSITIONS_MAX
         self._vocabulary: int = config.vocab_size
         self._model = model
-        self.ragged = ragged.enable(model, descriptor) and not batch_invariant
+        enabled = ragged.enable(model, descriptor)
+        self.ragged = enabled and not batch_invariant
+        self.scales = scales(model, descriptor) if enabled else ()
         self.rates = self._measure()
 
     def prefix(self, blocks: int, room: int) -> PrefixCache:
@@ -129,8 +124,13 @@ class TorchEngine:
             cache.arrival.advance(self.descriptor.layers)
         return cache
 
-    def begin(self, work: Work) -> TorchSequence:
-        """See `Engine.begin`."""
+    @property
+    def can_shard(self) -> bool:
+        """See `Engine.can_shard`."""
+        return bool(self.scales)
+
+    def check(self, work: Work) -> sampling.Choice:
+        """See `Engine.check`."""
         length = work.known_from + len(work.tokens)
         if not 0 < work.prompt_tokens <= length <= work.prompt_tokens + work.max_tokens or work.known_from < 0:
             raise bad_request("prompt, output and max_tokens do not fit together")
@@ -138,8 +138,12 @@ class TorchEngine:
             raise bad_request("sampler step is not the number of output tokens")
         if work.prompt_tokens >= self.positions_max:
             raise bad_request("prompt is longer than the model's context")
-        self._check_tokens(work.tokens)
-        choice = sampling.parse(work.sampler)
+        self.check_tokens(work.tokens)
+        return sampling.parse(work.sampler)
+
+    def begin(self, work: Work) -> TorchSequence:
+        """See `Engine.begin`."""
+        choice, length = self.check(work), work.known_from + len(work.tokens)
         cache = work.prefix or self.prefix(0, work.prompt_tokens + work.max_tokens)
         loaded = min(cache.prefix_tokens, length)
         return TorchSequence(
@@ -150,7 +154,7 @@ class TorchEngine:
         """See `Engine.provide`."""
         if len(tokens) < sequence.known_from:
             raise ValueError("tokens are missing between these and those that are known")
-        self._check_tokens(tokens)
+        self.check_tokens(tokens)
         sequence.tokens = [*tokens[: sequence.known_from], *sequence.tokens]
         sequence.known_from = 0
 
@@ -203,6 +207,11 @@ class TorchEngine:
         layers: list[Any] = sequence.cache.layers
         states = [(layer.keys, layer.values) for layer in layers]
         return export_block(states, self.descriptor.block_tokens, block)
+
+    @torch.inference_mode()
+    def forward_shard(self, sharded: Sharded, tokens: Sequence[int]) -> torch.Tensor:
+        """See `Engine.forward_shard`."""
+        return forward(self._model, sharded, tokens)
 
     def _chunk(self, sequence: TorchSequence) -> int:
         """The chunk of the prompt that has the next position or, if nothing must be exact, begins with it."""
@@ -264,7 +273,8 @@ class TorchEngine:
             rates = len(tokens) / (prefilled - started), MEASURED_STEPS / (ended - prefilled)
         return rates
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """See `Engine.check_tokens`."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
             raise bad_request("a token is not in the model's vocabulary")
 

@@ -25,13 +25,17 @@ from services.placement.config import PlacementConfig
 from services.placement.cost import checkpoint_keys
 from services.placement.feed import IndexFeed
 from services.placement.followers import Followers
+from services.placement.groups import Settled
 from services.placement.instances import Instances
 from services.placement.instructions import (
     Bind,
     Ended,
     Feed,
+    Form,
     Instruction,
     Persist,
+    Reshard,
+    SendLeave,
     SendPrefetch,
     SendResume,
     SendState,
@@ -39,11 +43,14 @@ from services.placement.instructions import (
     WantInstance,
 )
 from services.placement.journal import Journal
+from services.placement.members import Members
 from services.placement.state import PlacementState
 
 SURVEY_TIMEOUT_S: Final = 2.0
-MOVES_MAX: Final = 32
-"""Sessions that are surveyed or resumed at once: a large instance that fails must not flood the others."""
+SURVEYS_MAX: Final = 32
+RESUMES_MAX: Final = 32
+"""Sessions that are surveyed, or resumed by one instance, at once: a large instance that fails must not flood the
+others, nor one that hangs hold up those that go elsewhere."""
 OUTCOME_MS: Final = 100
 """How long after its deadline a directive is asked for its outcome."""
 
@@ -59,6 +66,7 @@ class Controller:
         config: PlacementConfig,
         state: PlacementState,
         *,
+        followers: Followers,
         journal: Journal,
         instances: Instances,
         index: grpc.aio.Channel,
@@ -67,7 +75,8 @@ class Controller:
         clock: Callable[[], int] = now_ms,
     ) -> None:
         self.state = state
-        self.followers = Followers()
+        self.followers = followers
+        self.members = Members(state.groups, instances, self.event, self._spawn)
         self._config = config
         self._journal = journal
         self._instances = instances
@@ -77,7 +86,8 @@ class Controller:
         self._on_failure = on_failure
         self._clock = clock
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._moves = asyncio.Semaphore(MOVES_MAX)
+        self._surveying = asyncio.Semaphore(SURVEYS_MAX)
+        self._resuming: dict[str, asyncio.Semaphore] = {}
         self._orders: dict[tuple[str, str], list[asyncio.Future[str]]] = {}
         self._order_locks: dict[str, asyncio.Lock] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -171,7 +181,13 @@ class Controller:
             case Bind():
                 self.followers.bound(instruction.binding)
             case Ended():
-                self.followers.ended(instruction.session)
+                self.followers.ended(instruction.session, instruction.problem)
+                if instruction.problem is not None:
+                    log.warning(
+                        "no instance continues the session",
+                        session=instruction.session,
+                        status=instruction.problem.status,
+                    )
             case Survey():
                 self._spawn(self._survey_session(instruction))
             case SendResume():
@@ -182,6 +198,8 @@ class Controller:
                 self._spawn(self._send_state(instruction))
             case WantInstance():
                 self._spawn(self._want(instruction))
+            case Form() | Reshard() | SendLeave() | Settled():
+                self.members.act(instruction)
             case Persist():
                 raise AssertionError("rows come first, and once")
 
@@ -194,7 +212,7 @@ class Controller:
     async def _survey_session(self, survey: Survey) -> None:
         checkpoint = survey.checkpoint
         key = self._scope_keys.get(checkpoint.scope_id)
-        async with self._moves:
+        async with self._surveying:
             runs = await self.survey(
                 bytes.fromhex(checkpoint.scope_id),
                 bytes.fromhex(checkpoint.compat_id),
@@ -205,12 +223,18 @@ class Controller:
     async def _resume(self, send: SendResume) -> None:
         session, epoch = send.request.checkpoint.session, send.request.epoch
         try:
-            async with self._moves:
+            async with self._resuming.setdefault(send.instance, asyncio.Semaphore(RESUMES_MAX)):
+                if not self.state.is_offered(session, epoch):
+                    return  # it has ended, or this instance has failed, while others were resumed there
+                # Who drains by now gets no session, but may have one that it is asked to continue again.
+                if not (send.again or self.state.is_active(send.instance)):
+                    raise KvspError(registry.INVALID_STATE, "no longer active")
                 await self._instances[send.instance].resume(send.request)
         except KvspError as error:
             metrics.RESUMES.labels(str(error.status)).inc()
             log.warning("not resumed", session=session, epoch=epoch, instance=send.instance, status=error.status)
-            await self.event(lambda now: self.state.resume_failed(session, epoch, now))
+            problem = error.problem
+            await self.event(lambda now: self.state.resume_failed(session, epoch, problem, now))
         else:
             metrics.RESUMES.labels("202").inc()
             log.info("resumed", session=session, epoch=epoch, instance=send.instance)

@@ -12,7 +12,7 @@ from kvsp.protocol import estimate, limits, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.records import InstanceStatus, Link
 from services.placement.cost import Candidate, Offer
-from services.placement.instructions import SendState
+from services.placement.instructions import InstanceRow, SendState
 from services.placement.outbox import Outbox
 from services.placement.settings import Settings
 
@@ -34,7 +34,8 @@ class Instance:
 
     `epoch` is the highest ever seen; `status` the newest report, None since a failure; `expires_ms` when it is
     taken for failed, None: it is. `state` is the controller's view, `wanted` the state it was ordered into and has
-    not reported yet. `assigned` and `assigned_us` count what it was given since its last report.
+    not reported yet. `assigned` and `assigned_us` count what it was given since its last report. `resets` is how
+    often an operator has reset its epoch.
     """
 
     uri: str
@@ -45,6 +46,7 @@ class Instance:
     status: InstanceStatus | None = None
     state: str = FAILED
     wanted: str = ""
+    resets: int = 0
     ordering: bool = False  # an order is on its way
     assigned: int = 0
     assigned_us: int = 0
@@ -54,6 +56,10 @@ class Instance:
     def is_active(self) -> bool:
         """May it be given requests, sessions and directives? (R-108)"""
         return self.state == ACTIVE
+
+    def row(self) -> InstanceRow:
+        """What must outlive this controller."""
+        return InstanceRow(self.uri, self.epoch, self.ttl_ms, self.wanted, self.resets)
 
     def report(self, status: InstanceStatus, now_ms: int) -> None:
         """Take over a status of an epoch that is not stale."""
@@ -138,10 +144,43 @@ class Fleet:
         """The instance with this base URI."""
         return self._instances.get(uri)
 
-    def add(self, uri: str, epoch: int = UNREPORTED, ttl_ms: int = limits.STATUS_TTL_MS_MAX) -> Instance:
+    def add(self, uri: str) -> Instance:
         """One not known so far."""
-        instance = self._instances[uri] = Instance(uri, epoch, ttl_ms, 1000 * self._settings.service_ms)
+        return self.restore(InstanceRow(uri, UNREPORTED, limits.STATUS_TTL_MS_MAX))
+
+    def restore(self, row: InstanceRow) -> Instance:
+        """One that an earlier controller knew; an order that it may not have got yet still holds."""
+        service_us = 1000 * self._settings.service_ms
+        instance = Instance(row.instance, row.epoch, row.ttl_ms, service_us, wanted=row.wanted, resets=row.resets)
+        self._instances[row.instance] = instance
         return instance
+
+    def report(self, instance: Instance, status: InstanceStatus, now_ms: int) -> None:
+        """Take over a status of an epoch that is not stale."""
+        before = instance.row()
+        instance.report(status, now_ms)
+        self._save_if_changed(instance, before)
+
+    def fail(self, instance: Instance) -> None:
+        """Its record has expired."""
+        before = instance.row()
+        instance.fail()
+        self._save_if_changed(instance, before)
+
+    def reset_epoch(self, uri: str) -> int:
+        """An operator has the epochs of an instance begin anew: the highest so far, which counts no more (D12).
+
+        Raises KvspError: kvsp-not-found for one that never reported, kvsp-invalid-state while its last one counts.
+        """
+        instance = self.get(uri)
+        if instance is None or instance.epoch == UNREPORTED:
+            raise KvspError(registry.NOT_FOUND, "no such instance")
+        if instance.status is not None:
+            raise KvspError(registry.INVALID_STATE, "the last report of the instance has not expired")
+        epoch, instance.epoch = instance.epoch, UNREPORTED
+        instance.resets += 1
+        self._outbox.save(instance.row())
+        return epoch
 
     def may_sleep(self, instance: Instance) -> bool:
         """The policy for requests to sleep (R-105, R-106)."""
@@ -184,6 +223,7 @@ class Fleet:
         instance.ordering = False
         if refused:
             instance.wanted = ""
+            self._outbox.save(instance.row())
             if instance.status is not None and instance.state != FAILED:
                 instance.state = instance.status.state
 
@@ -194,7 +234,12 @@ class Fleet:
             self._order(sleeping[0], ACTIVE)
         return bool(sleeping)
 
+    def _save_if_changed(self, instance: Instance, before: InstanceRow) -> None:
+        if instance.row() != before:
+            self._outbox.save(instance.row())
+
     def _order(self, instance: Instance, state: str) -> None:
-        instance.wanted = state
+        before, instance.wanted = instance.row(), state
+        self._save_if_changed(instance, before)
         instance.ordering = True
         self._outbox.do(SendState(instance.uri, state))

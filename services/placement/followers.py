@@ -9,6 +9,7 @@ from typing import Final
 
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError, unavailable
+from kvsp.protocol.registry import ProblemType
 from services.placement.instructions import Binding
 
 FOLLOWERS_MAX: Final = 16
@@ -21,7 +22,7 @@ class Follower:
     def __init__(self) -> None:
         self._news: asyncio.Queue[Binding | None] = asyncio.Queue()
         self._epoch = -1
-        self._closing = False
+        self._error: KvspError | None = None
 
     def tell(self, binding: Binding) -> None:
         """The session is bound anew, or this is how it is bound."""
@@ -29,17 +30,17 @@ class Follower:
             self._epoch = binding.epoch
             self._news.put_nowait(binding)
 
-    def end(self, *, closing: bool = False) -> None:
-        """The session has ended; or only this controller has, and its successor will tell the rest."""
-        self._closing = closing
+    def end(self, error: KvspError | None = None) -> None:
+        """The session has ended, or there is a reason why no more is told of it."""
+        self._error = error
         self._news.put_nowait(None)
 
     async def bindings(self) -> AsyncIterator[Binding]:
-        """Each binding. Raises KvspError (503) when this controller goes."""
+        """Each binding. Raises KvspError: why the session could not go on, or 503 when this controller goes."""
         while (binding := await self._news.get()) is not None:
             yield binding
-        if self._closing:
-            raise unavailable("the controller is restarting")
+        if self._error is not None:
+            raise self._error
 
 
 class Followers:
@@ -47,6 +48,10 @@ class Followers:
 
     def __init__(self) -> None:
         self._sessions: dict[str, list[Follower]] = {}
+
+    def __contains__(self, session: str) -> bool:
+        """Does anybody follow it right now?"""
+        return session in self._sessions
 
     @contextmanager
     def follow(self, session: str) -> Iterator[Follower]:
@@ -68,13 +73,14 @@ class Followers:
         for follower in self._sessions.get(binding.session, ()):
             follower.tell(binding)
 
-    def ended(self, session: str) -> None:
-        """A session is over."""
+    def ended(self, session: str, problem: ProblemType | None) -> None:
+        """A session is over, for this reason if not as usual."""
+        error = None if problem is None else KvspError(problem, "no instance can continue the session")
         for follower in self._sessions.get(session, ()):
-            follower.end()
+            follower.end(error)
 
     def close(self) -> None:
-        """This controller is going."""
+        """This controller is going, and its successor will tell the rest."""
         for followers in self._sessions.values():
             for follower in followers:
-                follower.end(closing=True)
+                follower.end(unavailable("the controller is restarting"))

@@ -13,7 +13,7 @@ plan `ok` means that all ranges are loaded (200), and no answer is a refusal; a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -32,12 +32,14 @@ class MapRow:
     """A map at rest; replaces the row of the same map. `map` is the authoritative version.
 
     `next` is the version that is being prepared, or the one of which `members` have yet to be told the decision.
+    `fixed`: an operator has said how many members there are to be.
     """
 
     map: ShardMap
     next: ShardMap | None = None
     decision: Decision = ""
     members: tuple[str, ...] = ()
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,15 @@ class SendReshard:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A step is over: `committed` says whether the map has its next version. Every member has been told."""
+    """The step to `new` is over: `committed` says whether that is now the authoritative version.
+
+    Every member has been told, also those that have `left` or never came in.
+    """
 
     map: ShardMap
     committed: bool
+    new: ShardMap
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class _Step:
 @dataclass(slots=True)
 class _Group:
     current: ShardMap
+    fixed: bool = False
     step: _Step | None = None
     quiet_ms: int = 0  # when all messages of the last aborted step are gone
     lost: set[str] = field(default_factory=set)
@@ -107,7 +115,7 @@ class Groups:
         self._instructions: list[Instruction] = []
         self._steps = 0
         for row in rows:
-            group = self._groups[row.map.map] = _Group(row.map, quiet_ms=now_ms + LIFETIME_MS)
+            group = self._groups[row.map.map] = _Group(row.map, row.fixed, quiet_ms=now_ms + LIFETIME_MS)
             if row.next is not None:
                 self._recover(group, row, row.next, now_ms)
 
@@ -116,23 +124,63 @@ class Groups:
         taken, self._instructions = self._instructions, []
         return taken
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._groups
+
+    def __iter__(self) -> Iterator[ShardMap]:
+        """The authoritative versions."""
+        return iter([group.current for group in self._groups.values()])
+
     def get(self, name: str) -> ShardMap:
         """The authoritative version (R-193). Raises KvspError (kvsp-plan-conflict) when there is no such map."""
         return self._group(name).current
+
+    def next(self, name: str) -> ShardMap | None:
+        """The version that a step under way prepares, or has decided about."""
+        step = self._group(name).step
+        return None if step is None else step.new
+
+    def members(self, name: str) -> set[str]:
+        """The instances of the authoritative version and of a step under way."""
+        group = self._group(name)
+        return {*reshard.held(group.current), *(group.step.members if group.step else ())}
+
+    def may_begin(self, name: str, now_ms: int) -> bool:
+        """Is no step of the map under way, and no message of an aborted one?"""
+        group = self._group(name)
+        return group.step is None and now_ms >= group.quiet_ms
+
+    def is_waited_for(self, name: str, step: int) -> bool:
+        """Is what was sent under this number still to be answered?"""
+        group = self._groups.get(name)
+        return group is not None and group.step is not None and group.step.number == step
+
+    def is_fixed(self, name: str) -> bool:
+        """Has an operator said how many members there are to be?"""
+        return self._group(name).fixed
+
+    def fix(self, name: str) -> None:
+        """An operator says that it is to stay as it is, or as the next step makes it."""
+        group = self._group(name)
+        group.fixed = True
+        self._save(group)
 
     def adopt(self, shard_map: ShardMap) -> None:
         """A new map, whose members hold their ranges already. Raises KvspError (409) when there is one."""
         if shard_map.map in self._groups:
             raise KvspError(registry.PLAN_CONFLICT, "the map exists")
-        self._groups[shard_map.map] = _Group(shard_map)
-        self._instructions.append(PersistMap(MapRow(shard_map)))
+        group = self._groups[shard_map.map] = _Group(shard_map)
+        self._save(group)
 
     def grown(self, name: str, end: int) -> None:
         """The last member has appended tokens up to `end`; ignored while a step is under way."""
         group = self._group(name)
         if group.step is None and end > reshard.covered(group.current)[1]:
             group.current = reshard.grown(group.current, end)
-            self._instructions.append(PersistMap(MapRow(group.current)))
+            self._save(group)
 
     def begin(self, name: str, shards: Sequence[Shard], deadline_ms: int, now_ms: int) -> ShardMap:
         """Prepare the next version: a plan goes "to each instance in either version" (R-190).
@@ -141,12 +189,12 @@ class Groups:
         ValueError for shards of other tokens.
         """
         group = self._group(name)
-        if group.step is not None or now_ms < group.quiet_ms:
+        if not self.may_begin(name, now_ms):
             raise KvspError(registry.PLAN_CONFLICT, "a step of this map is under way")
         new = ShardMap(name, group.current.version + 1, list(shards))
         plans = reshard.plans(group.current, new, deadline_ms)
         group.step = self._step(new, plans, now_ms + deadline_ms)
-        self._instructions.append(PersistMap(MapRow(group.current, new, "", group.step.members)))
+        self._save(group)
         for instance, plan in plans.items():
             self._send(group.step, instance, plan)
         return new
@@ -191,8 +239,11 @@ class Groups:
 
     def forget(self, name: str) -> None:
         """The context is of no use any more."""
-        if self._groups.pop(name, None) is not None:
+        group = self._groups.pop(name, None)
+        if group is not None:
             self._instructions.append(PersistMap(ForgetMap(name)))
+            if group.step is not None:
+                self._instructions.append(Settled(group.current, committed=False, new=group.step.new))
 
     def next_deadline(self) -> int | None:
         """When `tick` has something to do."""
@@ -235,7 +286,7 @@ class Groups:
         step.waiting = set(step.members)
         if decision == "commit":
             group.current = step.new  # "Version v remains authoritative until all instances have acknowledged"
-        self._instructions.append(PersistMap(MapRow(group.current, step.new, decision, step.members)))
+        self._save(group)
         self._tell(step, now_ms)
 
     def _tell(self, step: _Step, now_ms: int) -> None:
@@ -260,8 +311,16 @@ class Groups:
             if step.decision == "abort":
                 group.quiet_ms = now_ms + LIFETIME_MS
             group.step = None
-            self._instructions.append(PersistMap(MapRow(group.current)))
-            self._instructions.append(Settled(group.current, step.decision == "commit"))
+            self._save(group)
+            left = tuple(each for each in step.members if each not in reshard.held(group.current))
+            self._instructions.append(Settled(group.current, step.decision == "commit", step.new, left))
+
+    def _save(self, group: _Group) -> None:
+        step = group.step
+        row = MapRow(group.current, fixed=group.fixed)
+        if step is not None:
+            row = MapRow(group.current, step.new, step.decision, step.members, group.fixed)
+        self._instructions.append(PersistMap(row))
 
     def _send(self, step: _Step, instance: str, request: ReshardRequest) -> None:
         self._instructions.append(SendReshard(instance, step.number, request))

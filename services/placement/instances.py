@@ -11,10 +11,17 @@ import grpc
 
 from kvsp.client import AsyncClient, Credentials, Endpoints, Options
 from kvsp.protocol.errors import unavailable
-from kvsp.protocol.records import DirectiveStatus, PrefetchDirective, ResumeRequest
+from kvsp.protocol.records import DirectiveStatus, PrefetchDirective, ReshardRequest, ResumeRequest
+from kvsp.protocol.reshard import GroupContext
 from kvsp.rpc.channel import channel_to
 from kvsp.rpc.config import Party, Tls
-from kvsp.rpc.convert import checkpoint_to_message, directive_status_from_message, directive_to_message
+from kvsp.rpc.convert import (
+    checkpoint_to_message,
+    directive_status_from_message,
+    directive_to_message,
+    reshard_to_message,
+)
+from kvsp.rpc.convert_groups import context_to_message
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import common_pb2, instance_pb2, instance_pb2_grpc
@@ -77,6 +84,24 @@ class GrpcInstance:
             reply = await self._stub.PutState(message, metadata=self._metadata, timeout=TIMEOUT_S)
         return reply.state
 
+    async def join(self, context: GroupContext, timeout_s: float) -> None:
+        """What a member of a group has to know; the instance is one when it returns. Raises KvspError."""
+        message = context_to_message(context)
+        async with translated():
+            await self._stub.JoinGroup(message, metadata=self._metadata, timeout=timeout_s)
+
+    async def leave(self, name: str, timeout_s: float) -> None:
+        """The instance is no member of this group any more. Raises KvspError."""
+        message = common_pb2.GroupName(map=name)
+        async with translated():
+            await self._stub.LeaveGroup(message, metadata=self._metadata, timeout=timeout_s)
+
+    async def reshard(self, request: ReshardRequest, timeout_s: float) -> None:
+        """A plan, returns once it is acknowledged; a commit or an abort (A15). Raises KvspError."""
+        message = reshard_to_message(request)
+        async with translated():
+            await self._stub.Reshard(message, metadata=self._metadata, timeout=timeout_s)
+
 
 class HttpsInstance:
     """An instance at its base URI."""
@@ -108,6 +133,7 @@ class Instances:
     def __init__(self, principal: str, peers: Iterable[Party], https: Tls | None) -> None:
         self._channels: list[grpc.aio.Channel] = []
         self._calls: dict[str, InstanceCalls] = {}
+        self._members: dict[str, GrpcInstance] = {}
         self._client: AsyncClient | None = None
         outside = []
         for each in peers:
@@ -116,7 +142,7 @@ class Instances:
                 continue
             channel = channel_to(each.base_uri, each.peer)
             self._channels.append(channel)
-            self._calls[each.base_uri] = GrpcInstance(channel, principal)
+            self._calls[each.base_uri] = self._members[each.base_uri] = GrpcInstance(channel, principal)
         if outside and https is not None:
             credentials = Credentials(Path(https.ca), Path(https.cert), Path(https.key))
             options = Options(stall_s=TIMEOUT_S, total_s=TIMEOUT_S, pool_size=HTTPS_CALLS_MAX)
@@ -129,6 +155,13 @@ class Instances:
         if calls is None:
             raise unavailable("no way to call the instance is configured")
         return calls
+
+    def member(self, base_uri: str) -> GrpcInstance:
+        """The calls to a member of a group. Raises KvspError (503) without an internal address."""
+        member = self._members.get(base_uri)
+        if member is None:
+            raise unavailable("no internal address of the instance is configured")
+        return member
 
     async def close(self) -> None:
         """Close all connections."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvsp.protocol.records import InstanceStatus, PrefetchDirective, ResumeRequest, SessionCheckpoint
+from kvsp.protocol.records import (
+    InstanceStatus,
+    PrefetchDirective,
+    ReshardRequest,
+    ResumeRequest,
+    SessionCheckpoint,
+)
+from kvsp.protocol.registry import ProblemType
+from kvsp.protocol.reshard import GroupContext
+from services.placement.groups import ForgetMap, MapRow, Settled
 
 NOBODY: Final = ""
 """Stands for an instance that is not chosen yet, and for the owner of a session that began with a checkpoint."""
@@ -16,11 +25,17 @@ NOBODY: Final = ""
 
 @dataclass(frozen=True, slots=True)
 class InstanceRow:
-    """The highest epoch seen of an instance (R-103), and the TTL of its last status."""
+    """The highest epoch seen of an instance (R-103), and the TTL of its last status.
+
+    `wanted` is the state it was ordered into and has not reported yet, "": none. `resets` counts how often an
+    operator has had its epochs begin anew.
+    """
 
     instance: str
     epoch: int
     ttl_ms: int
+    wanted: str = ""
+    resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +44,7 @@ class SessionRow:
 
     `instance` runs it under `epoch` once `bound`; before that it was at most asked to, in its own epoch
     `instance_epoch`. `owner` is the identity that assigned it. Without a `checkpoint` the session has ended, and
-    the row keeps its epoch from coming back.
+    the row keeps its epoch from coming back, and its `scope_id` ("": not known) from being told to others.
     """
 
     session: str
@@ -41,6 +56,7 @@ class SessionRow:
     prompt_tokens: int
     block_tokens: int
     checkpoint: SessionCheckpoint | None
+    scope_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +66,19 @@ class Forget:
     session: str
 
 
-Row = InstanceRow | SessionRow | Forget
+Row = InstanceRow | SessionRow | Forget | MapRow | ForgetMap
 
 
 def key_of(row: Row) -> tuple[str, str]:
     """What a row replaces: of several rows of one key the last one counts."""
-    return ("instance", row.instance) if isinstance(row, InstanceRow) else ("session", row.session)
+    match row:
+        case InstanceRow():
+            return "instance", row.instance
+        case MapRow():
+            return "map", row.map.map
+        case ForgetMap():
+            return "map", row.map
+    return "session", row.session
 
 
 # --- instructions ---------------------------------------------------------------------
@@ -108,10 +131,14 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class SendResume:
-    """Ask an instance to continue a session. Answer with `resumed` or `resume_failed`."""
+    """Ask an instance to continue a session. Answer with `resumed` or `resume_failed`.
+
+    `again`: it may have been asked before, and have the session.
+    """
 
     instance: str
     request: ResumeRequest
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +158,13 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The session is over: nobody follows it any more."""
+    """The session is over: nobody follows it any more.
+
+    `problem`: why no instance can continue it, None where it ended otherwise.
+    """
 
     session: str
+    problem: ProblemType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +175,32 @@ class WantInstance:
     scope_id: str
 
 
-Instruction = Persist | Feed | SendPrefetch | Survey | SendResume | SendState | Bind | Ended | WantInstance
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Have all members of a map join; those that did leave again when one did not. Answer with `formed`."""
+
+    context: GroupContext
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A plan, a commit or an abort of a map, for a plan after the context. Answer with `answered`."""
+
+    instance: str
+    step: int
+    request: ReshardRequest
+    context: GroupContext | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendLeave:
+    """An instance is no member of a group any more; it finds out in time when it is not told."""
+
+    instance: str
+    map: str
+
+
+Instruction = (
+    Persist | Feed | SendPrefetch | Survey | SendResume | SendState | Bind | Ended | WantInstance
+    | Form | Reshard | SendLeave | Settled
+)  # fmt: skip

@@ -23,11 +23,15 @@ _COUNTERS: Final = {
     "assignments": "Requests assigned",
     "refusals": "Requests for which there was no active instance",
     "migrations": "Sessions that another instance continued",
+    "lost": "Sessions that every instance refused to continue",
     "failures": "Instances whose status expired",
     "prompt_tokens": "Prompt tokens of assigned requests",
     "matched_tokens": "Of these, tokens in blocks held somewhere; over prompt tokens, the hit ratio",
     "checkpoints": "Checkpoints recorded",
     "directives": "Prefetch directives",
+    "groups_formed": "Sessions whose context was sharded over several instances",
+    "reshards": "Steps of shard maps that were committed",
+    "reshards_aborted": "Steps of shard maps that were aborted, or overtaken by the end of the session",
 }
 
 
@@ -40,6 +44,7 @@ class StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every family."""
         yield GaugeMetricFamily("kvsp_placement_sessions", "Running sessions", value=self._state.sessions)
+        yield GaugeMetricFamily("kvsp_placement_groups", "Sharded contexts", value=len(self._state.groups))
         instances = GaugeMetricFamily("kvsp_placement_instances", "Instances by state", labels=["state"])
         for state, count in sorted(Tally(each.state for each in self._state.overview()).items()):
             instances.add_metric([state], count)

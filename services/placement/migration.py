@@ -6,24 +6,44 @@ before anyone is asked to continue it, and another one before anyone else is ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from kvsp.protocol import limits
+from kvsp.protocol import limits, registry
 from kvsp.protocol.estimate import Run
 from kvsp.protocol.records import ResumeRequest
+from kvsp.protocol.registry import ProblemType
 from services.placement.cost import Request
-from services.placement.instructions import NOBODY, Bind, Ended, SendResume, Survey
+from services.placement.fleet import FAILED, UNREPORTED, Instance
+from services.placement.instructions import NOBODY, Bind, Ended, Forget, SendResume, Survey
 from services.placement.outbox import Outbox
 from services.placement.placing import Placer
 from services.placement.sessions import Phase, Session, Sessions
 from services.placement.settings import Settings, Totals
 
+FOR_GOOD: Final = frozenset(
+    {registry.BAD_REQUEST, registry.CONTENT_TOO_LARGE, registry.SCOPE_DENIED, registry.INCOMPATIBLE}
+)
+"""Refusals of a session that the same process would only repeat."""
+
 
 class Migration:
-    """Moves sessions."""
+    """Moves sessions, and ends those that nobody can continue or wants any more.
+
+    `is_followed(session)` says whether a front end follows it right now; `left(session, now_ms)` is told when a
+    session leaves its instance.
+    """
 
     def __init__(
-        self, settings: Settings, totals: Totals, sessions: Sessions, placer: Placer, outbox: Outbox
+        self,
+        settings: Settings,
+        totals: Totals,
+        sessions: Sessions,
+        placer: Placer,
+        outbox: Outbox,
+        *,
+        is_followed: Callable[[str], bool],
+        left: Callable[[str, int], None],
     ) -> None:
         self.retry_ms: int | None = None
         self._settings = settings
@@ -31,6 +51,20 @@ class Migration:
         self._sessions = sessions
         self._placer = placer
         self._outbox = outbox
+        self._is_followed = is_followed
+        self._left = left
+
+    def reported(self, instance: Instance, *, is_first: bool, now_ms: int) -> None:
+        """A restarted instance has lost its sessions; one that says so has failed (R-101, U-37)."""
+        for session in self._sessions.at(instance.uri):
+            if session.instance_epoch == UNREPORTED:
+                session.instance_epoch = instance.epoch
+                self._outbox.save(session.row())
+            if session.instance_epoch < instance.epoch or instance.state == FAILED:
+                self.begin(session, now_ms)
+            elif is_first and session.phase is Phase.OFFERED:
+                # It may not have been asked, by an earlier process. "Same epoch repeated -> 202 no restart" (U-35)
+                self._send(session, again=True)
 
     def begin(self, session: Session, now_ms: int) -> None:
         """Its instance has failed."""
@@ -63,18 +97,17 @@ class Migration:
             self._outbox.save(found.row())
             self._outbox.do(Bind(found.binding))
 
-    def resume_failed(self, session: str, epoch: int, now_ms: int) -> None:
+    def resume_failed(self, session: str, epoch: int, problem: ProblemType, now_ms: int) -> None:
         """The instance refused, or did not answer and may have accepted: the next one gets another epoch."""
         found = self._find(session, epoch, Phase.OFFERED)
         if found is not None:
-            found.refused[found.instance] = None
+            found.refused[found.instance] = problem
             if self._fence(found, now_ms):
                 self._place(found, now_ms)
 
-    def repeat(self, session: Session) -> None:
-        """It may not have been asked, by an earlier process: "Same epoch repeated -> 202 no restart" (U-35)."""
-        if session.phase is Phase.OFFERED:
-            self._send(session)
+    def is_offered(self, session: str, epoch: int) -> bool:
+        """Is an answer to the offer of the session under this epoch still waited for?"""
+        return self._find(session, epoch, Phase.OFFERED) is not None
 
     def became_active(self, instance: str) -> None:
         """Sessions that nobody took have somebody to ask."""
@@ -84,20 +117,37 @@ class Migration:
                 self.survey(session)
 
     def tick(self, now_ms: int) -> None:
-        """Ask again those who refused."""
+        """Ask again those who refused, but for good."""
         if self.retry_ms is not None and self.retry_ms <= now_ms:
             self.retry_ms = None
             for session in self._sessions.at(NOBODY):
                 if session.phase is Phase.WAITING:
-                    session.refused.clear()
+                    session.refused = {uri: why for uri, why in session.refused.items() if why in FOR_GOOD}
                     self.survey(session)
 
-    def end(self, session: Session, now_ms: int) -> None:
-        """It is over; its epoch is remembered for a while."""
+    def sweep(self, now_ms: int) -> None:
+        """End sessions that nobody seems to want any more; forget those that ended long ago."""
+        rules = self._settings
+        for session in self._sessions:
+            idle_ms = now_ms - session.heard_ms
+            if session.checkpoint is None:
+                if idle_ms >= rules.ended_ms:
+                    self._sessions.forget(session)
+                    self._outbox.save(Forget(session.id))
+                continue
+            # A front end follows each of its sessions; what it had under way when it crashed, no client waits for.
+            if session.owner == NOBODY or self._is_followed(session.id):
+                session.followed_ms = now_ms
+            if idle_ms >= rules.session_idle_ms or now_ms - session.followed_ms >= rules.unfollowed_ms:
+                self.end(session, now_ms)
+
+    def end(self, session: Session, now_ms: int, problem: ProblemType | None = None) -> None:
+        """It is over, for this reason if not as usual; its epoch is remembered for a while."""
         self._sessions.end(session)
+        self._left(session.id, now_ms)
         session.heard_ms = now_ms
         self._outbox.save(session.row())
-        self._outbox.do(Ended(session.id))
+        self._outbox.do(Ended(session.id, problem))
 
     def _find(self, session: str, epoch: int, phase: Phase) -> Session | None:
         """The session, if what is reported of it is not overtaken."""
@@ -116,6 +166,7 @@ class Migration:
         session.phase = Phase.WAITING
         session.began_ms = None
         self._sessions.move(session, NOBODY, 0)
+        self._left(session.id, now_ms)
         self._outbox.save(session.row())
         return True
 
@@ -125,10 +176,7 @@ class Migration:
         request = Request(session.runs, session.tokens, session.block_tokens)
         candidates, instance = self._placer.choose(request, session.checkpoint, session.refused)
         if instance is None:
-            session.phase = Phase.WAITING
-            if session.refused and self.retry_ms is None:
-                self.retry_ms = now_ms + self._settings.retry_ms
-            self._placer.want(session.checkpoint, now_ms)
+            self._wait(session, now_ms)
             return
         session.phase = Phase.OFFERED
         self._sessions.move(session, instance.uri, instance.epoch)
@@ -136,6 +184,20 @@ class Migration:
         instance.take(candidates[0])
         self._send(session)
 
-    def _send(self, session: Session) -> None:
+    def _wait(self, session: Session, now_ms: int) -> None:
+        """Nobody takes it now. It ends if nobody ever will: one more instance like these would not either."""
         assert session.checkpoint is not None  # noqa: S101 - ended sessions are nobody's
-        self._outbox.do(SendResume(session.instance, ResumeRequest(session.epoch, session.checkpoint)))
+        session.phase = Phase.WAITING
+        able = {offer.instance for offer in self._placer.offers(session.checkpoint)}
+        for_good = {uri: why for uri, why in session.refused.items() if why in FOR_GOOD}
+        if able and able <= for_good.keys():
+            self._totals.lost += 1
+            self.end(session, now_ms, list(for_good.values())[-1])
+        elif len(for_good) < len(session.refused):
+            self.retry_ms = self.retry_ms or now_ms + self._settings.retry_ms
+        else:
+            self._placer.want(session.checkpoint, now_ms)
+
+    def _send(self, session: Session, *, again: bool = False) -> None:
+        assert session.checkpoint is not None  # noqa: S101 - ended sessions are nobody's
+        self._outbox.do(SendResume(session.instance, ResumeRequest(session.epoch, session.checkpoint), again))

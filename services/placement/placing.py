@@ -62,6 +62,13 @@ class Placer:
 
     def choose(self, request: Request, of: SessionCheckpoint, refused: Collection[str] = ()) -> Choice:
         """ "The PC SHOULD assign the request to an active instance with the lowest cost." (R-119)"""
+        candidates = rank(request, self.offers(of, refused))
+        if not candidates or candidates[0].cost_us is None:
+            return Choice(candidates, None)
+        return Choice(candidates, self._fleet[candidates[0].instance])
+
+    def offers(self, of: SessionCheckpoint, refused: Collection[str] = ()) -> list[Offer]:
+        """The terms of all active instances that may be given such a session."""
         served = self._serves(of.scope_id, of.compat_id)
         offers: list[Offer] = []
         for instance in self._fleet:
@@ -69,10 +76,7 @@ class Placer:
                 offer = instance.offer()
                 if offer is not None:
                     offers.append(offer)
-        candidates = rank(request, offers)
-        if not candidates or candidates[0].cost_us is None:
-            return Choice(candidates, None)
-        return Choice(candidates, self._fleet[candidates[0].instance])
+        return offers
 
     def is_too_dear(self, candidate: Candidate) -> bool:
         """Is its cost above what is acceptable?"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,18 +18,21 @@ from kvsp.protocol import access, keys, registry
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.names import party_id
 from kvsp.protocol.policy import FRONTEND, Policy
+from kvsp.protocol.records import ShardMap
 from kvsp.rpc import server
 from kvsp.rpc.authority import Authority
 from kvsp.rpc.channel import channel_to
 from kvsp.rpc.clock import now_ms
 from kvsp.rpc.config import ConfigError, load, load_descriptors, load_policy, load_scope_keys
 from kvsp.rpc.convert import checkpoint_from_message, session_id, status_from_message, status_to_message
+from kvsp.rpc.convert_groups import shards_to_messages
 from kvsp.rpc.identity import caller
 from kvsp.v1 import common_pb2, common_pb2_grpc, placement_pb2, placement_pb2_grpc
 from services.placement import metrics
 from services.placement.config import PlacementConfig, check_config
 from services.placement.controller import Controller
 from services.placement.cost import Candidate
+from services.placement.followers import Followers
 from services.placement.instances import Instances
 from services.placement.instructions import Binding
 from services.placement.journal import Journal
@@ -111,7 +114,8 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
             lambda now: self._state.assign(identity.uri, start, request.prompt_tokens, runs, now)
         )
         metrics.COST_SECONDS.observe((made.candidates[0].cost_us or 0) / 1e6)
-        return _assigned(made)
+        members = await self._controller.members.formed(made.binding.session)
+        return _assigned(made, members)
 
     async def Follow(  # noqa: N802
         self, request: placement_pb2.SessionName, context: Context
@@ -123,6 +127,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
         self._state.binding(identity.uri, session)  # refuses strangers before anything is kept for them
         with self._controller.followers.follow(session) as follower:
             binding = await self._controller.event(lambda _: self._state.binding(identity.uri, session))
+            await self._controller.members.formed(session)  # before that, its instance may not begin
             if binding is not None:
                 follower.tell(binding)
             async for each in follower.bindings():
@@ -145,6 +150,16 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
         self._require_operator(context)
         return common_pb2.StateChange(state=await self._controller.order(request.instance, request.state))
 
+    async def ResetInstanceEpoch(  # noqa: N802
+        self, request: placement_pb2.ResetInstanceEpochRequest, context: Context
+    ) -> placement_pb2.ResetInstanceEpochReply:
+        """Take an instance back that a record with an absurd epoch has locked out (D12)."""
+        operator = self._require_operator(context)
+        instance = request.instance
+        epoch = await self._controller.event(lambda now: self._state.reset_epoch(instance, now))
+        log.warning("epoch reset by an operator", operator=operator, instance=instance, epoch=epoch)
+        return placement_pb2.ResetInstanceEpochReply(epoch=epoch)
+
     async def Watch(  # noqa: N802
         self, _: placement_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[placement_pb2.Overview]:
@@ -157,14 +172,34 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
             except TimeoutError:
                 continue
 
+    async def ResizeGroup(  # noqa: N802
+        self, request: placement_pb2.ResizeGroupRequest, context: Context
+    ) -> placement_pb2.ShardMapMessage:
+        """Shard a context over so many instances."""
+        self._require_operator(context)
+        members = self._controller.members
+        return _shard_map(await members.resize(session_id(request.session), request.members))
+
+    async def LostGroup(  # noqa: N802
+        self, request: common_pb2.GroupName, context: Context
+    ) -> placement_pb2.LostGroupReply:
+        """A member says that the context is not whole any more."""
+        identity = caller(context, self._policy)
+        self._policy.require_role(identity, {"instance"})
+        name = session_id(request.map)
+        await self._controller.event(lambda now: self._state.groups.lost(identity.base_uris, name, now))
+        return placement_pb2.LostGroupReply()
+
     async def drain(self) -> None:
         """End the kept streams: their peers come back to the controller's successor."""
         self.draining.set()
         self._controller.followers.close()
 
-    def _require_operator(self, context: Context) -> None:
-        if caller(context, self._policy).uri != self._principal:
+    def _require_operator(self, context: Context) -> str:
+        uri = caller(context, self._policy).uri
+        if uri != self._principal:
             raise KvspError(registry.FORBIDDEN, "only the controller's own identity may do this")
+        return uri
 
     def _overview(self) -> placement_pb2.Overview:
         totals = self._state.totals
@@ -177,6 +212,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServicer):
             matched_tokens=totals.matched_tokens,
             checkpoints=totals.checkpoints,
             directives=totals.directives,
+            groups=map(_shard_map, self._state.groups),
         )
 
 
@@ -184,13 +220,19 @@ def _binding(binding: Binding) -> placement_pb2.Binding:
     return placement_pb2.Binding(session=binding.session, epoch=binding.epoch, instance=binding.instance)
 
 
-def _assigned(made: Assignment) -> placement_pb2.AssignReply:
+def _shard_map(shard_map: ShardMap) -> placement_pb2.ShardMapMessage:
+    shards = shards_to_messages(shard_map.shards)
+    return placement_pb2.ShardMapMessage(map=shard_map.map, version=shard_map.version, shards=shards)
+
+
+def _assigned(made: Assignment, members: Sequence[str]) -> placement_pb2.AssignReply:
     return placement_pb2.AssignReply(
         binding=_binding(made.binding),
         matched=made.matched,
         cost_us=made.candidates[0].cost_us or 0,
         candidates=map(_candidate, made.candidates),
         directive=made.directive,
+        members=members,
     )
 
 
@@ -238,7 +280,7 @@ async def controlling(
         rows = store.load()
     except StoreError as error:
         raise ConfigError(f"state_dir: {error}") from None
-    journal = Journal(store)
+    journal, followers = Journal(store), Followers()
     try:
         index = channel_to("index", config.index)
         instances = Instances(config.principal, config.instances, config.https)
@@ -250,12 +292,14 @@ async def controlling(
         new_id=lambda: str(uuid.uuid4()),
         block_tokens={compat_id.hex(): each.block_tokens for compat_id, each in descriptors.items()},
         serves=_serves(config, policy),
+        is_followed=followers.__contains__,
         rows=rows,
         now_ms=now_ms(),
     )
     controller = Controller(
         config,
         state,
+        followers=followers,
         journal=journal,
         instances=instances,
         index=index,

@@ -11,10 +11,11 @@ A `Persist`, if any, comes first: its rows must be on disk before what follows i
 (rows that an earlier event left unwritten likewise). Afterwards the shell answers
 
     Survey      -> surveyed(session, epoch, runs, now_ms)    runs: `estimate.survey` of the keys' replicas, or ()
-    SendResume  -> resumed(session, epoch, now_ms) or resume_failed(session, epoch, now_ms)
+    SendResume  -> resumed(session, epoch, now_ms) or resume_failed(session, epoch, problem, now_ms)
     SendState   -> ordered(instance, state, now_ms) or order_failed(instance, refused=...)
+    Form, Reshard -> see grouping.py; the methods are those of `groups`
 
-and calls `tick(now_ms)` at `next_deadline()`. Feed, SendPrefetch, Bind, Ended and WantInstance want no answer.
+and calls `tick(now_ms)` at `next_deadline()`. What else there is wants no answer.
 A restart is `PlacementState(..., rows=all rows ever persisted, the last of a key, now_ms=...)`.
 """
 
@@ -25,16 +26,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvsp.protocol import registry
-from kvsp.protocol.errors import KvspError, bad_request, unavailable
+from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.protocol.estimate import Run
 from kvsp.protocol.records import CheckpointReply, InstanceStatus, SessionCheckpoint
+from kvsp.protocol.registry import ProblemType
 from services.placement.cost import Candidate, Request
 from services.placement.fleet import DRAINING, FAILED, SLEEPING, UNREPORTED, Fleet, Instance
+from services.placement.grouping import Grouping
+from services.placement.groups import MapRow
 from services.placement.instructions import (
     NOBODY,
     Binding,
     Feed,
-    Forget,
     InstanceRow,
     Instruction,
     Row,
@@ -43,9 +46,9 @@ from services.placement.instructions import (
 from services.placement.migration import Migration
 from services.placement.outbox import Outbox
 from services.placement.placing import Placer
-from services.placement.quota import Bucket
-from services.placement.sessions import Phase, Session, Sessions, check_bounds, octets_of
+from services.placement.sessions import Phase, Session, Sessions, check_bounds, check_start, tokens_per_block
 from services.placement.settings import Settings, Totals
+from services.placement.widths import GroupPolicy
 
 FIRST_EPOCH: Final = 1
 SWEEP_MS: Final = 10_000
@@ -55,17 +58,22 @@ SWEEP_MS: Final = 10_000
 class Assignment:
     """The outcome of `assign`: the first of `candidates` was chosen; `directive` "": none was sent.
 
-    `matched` counts leading prompt blocks that are held somewhere.
+    `matched` counts leading prompt blocks that are held somewhere. `members` are asked to join a group (Form).
     """
 
     binding: Binding
     matched: int
     candidates: list[Candidate]
     directive: str
+    members: tuple[str, ...] = ()
 
 
 def _everyone(_scope_id: str, _compat_id: str) -> Collection[str] | None:
     return None
+
+
+def _always(_session: str) -> bool:
+    return True
 
 
 class PlacementState:
@@ -73,7 +81,8 @@ class PlacementState:
 
     `new_id` makes UUIDs for directives. `block_tokens` are the tokens per block by compat_id (hex32) as far as
     descriptors are configured: if any are, others are refused. `serves(scope_id, compat_id)` gives the base URIs
-    of the instances that may be given such a session; None: all.
+    of the instances that may be given such a session; None: all. `is_followed(session)` says whether a front end
+    follows it right now.
     """
 
     def __init__(
@@ -83,18 +92,25 @@ class PlacementState:
         new_id: Callable[[], str],
         block_tokens: Mapping[str, int] | None = None,
         serves: Callable[[str, str], Collection[str] | None] = _everyone,
+        is_followed: Callable[[str], bool] = _always,
+        widths: GroupPolicy | None = None,
         rows: Iterable[Row] = (),
         now_ms: int = 0,
     ) -> None:
         self.totals = Totals()
-        self._settings = settings
         self._block_tokens = block_tokens or {}
         self._outbox = Outbox()
         self._fleet = Fleet(settings, self._outbox)
-        self._sessions = Sessions()
+        self._sessions = Sessions(settings)
         self._placer = Placer(settings, self.totals, self._fleet, self._outbox, new_id=new_id, serves=serves)
-        self._migration = Migration(settings, self.totals, self._sessions, self._placer, self._outbox)
-        self._buckets: dict[str, tuple[Bucket, Bucket]] = {}
+        self.groups = Grouping(
+            settings.groups, totals=self.totals, fleet=self._fleet, sessions=self._sessions, placer=self._placer,
+            outbox=self._outbox, policy=widths, migrate=self._migrate,
+        )  # fmt: skip
+        self._migration = Migration(
+            settings, self.totals, self._sessions, self._placer, self._outbox,
+            is_followed=is_followed, left=self.groups.drop,
+        )  # fmt: skip
         self._sweep_ms = now_ms + SWEEP_MS
         self._restore(rows, now_ms)
 
@@ -112,13 +128,13 @@ class PlacementState:
         if known is not None and status.epoch < known.epoch:
             raise KvspError(registry.STALE_EPOCH)
         instance = known or self._fleet.add(status.instance)
-        was_active, is_first = instance.is_active, instance.status is None
-        before = (instance.epoch, instance.ttl_ms)
-        instance.report(status, now_ms)
-        if before != (instance.epoch, instance.ttl_ms):
-            self._outbox.save(InstanceRow(instance.uri, instance.epoch, instance.ttl_ms))
+        is_first, is_new = instance.status is None, status.epoch != instance.epoch
+        was_active = instance.is_active and not is_new  # a new process comes anew
+        self._fleet.report(instance, status, now_ms)
         self._outbox.do(Feed(status))
-        self._judge_sessions(instance, is_first=is_first, now_ms=now_ms)
+        self._migration.reported(instance, is_first=is_first, now_ms=now_ms)
+        if is_new or instance.state == FAILED:
+            self.groups.restarted(instance.uri, now_ms)
         self._fleet.order_again(instance)
         if instance.is_active and status.requested_state == SLEEPING and self._fleet.may_sleep(instance):
             instance.state = DRAINING  # "After accepting, PC treats it as draining at once." (U-37)
@@ -145,6 +161,18 @@ class PlacementState:
         """It did not: refused, it is not asked again; unreachable, it is with its next report."""
         self._fleet.order_failed(instance, refused=refused)
 
+    def reset_epoch(self, instance: str, now_ms: int) -> int:
+        """An operator has an instance that an absurd epoch locked out begin anew: the highest epoch so far (D12).
+
+        Raises KvspError: kvsp-not-found for one that never reported, kvsp-invalid-state while its last one counts.
+        """
+        self.tick(now_ms)
+        epoch = self._fleet.reset_epoch(instance)
+        for session in self._sessions.at(instance):  # its checkpoints were taken: who reports next has the session
+            session.instance_epoch = UNREPORTED
+            self._outbox.save(session.row())
+        return epoch
+
     def is_active(self, instance: str) -> bool:
         """May the instance be sent directives and sessions right now? (R-108)"""
         known = self._fleet.get(instance)
@@ -158,13 +186,7 @@ class PlacementState:
 
     def check_start(self, start: SessionCheckpoint, prompt_tokens: int) -> None:
         """What can be seen in the request alone. Raises KvspError: 400, 413."""
-        self.check_bounds(start)
-        known = self._block_tokens.get(start.compat_id)
-        if start.epoch or start.output_offset:
-            raise bad_request("a session starts with epoch 0 and output_offset 0")
-        block_tokens = _tokens_per_block(start, prompt_tokens)
-        if known is not None and block_tokens not in (0, known):
-            raise bad_request("prompt_tokens does not match prompt_blocks and the descriptor")
+        check_start(start, prompt_tokens, self._block_tokens.get(start.compat_id))
 
     def check_assign(self, owner: str, start: SessionCheckpoint, prompt_tokens: int) -> None:
         """All that can refuse an assignment but the want of an instance.
@@ -175,7 +197,7 @@ class PlacementState:
         self._require_compat(start.compat_id)
         if self._sessions.get(start.session) is not None:
             raise KvspError(registry.CONFLICT, "the session exists")
-        self._sessions.check_room(owner, self._settings.sessions_max)
+        self._sessions.check_owner(owner, start)
 
     def assign(
         self, owner: str, start: SessionCheckpoint, prompt_tokens: int, runs: Sequence[Run], now_ms: int
@@ -187,7 +209,7 @@ class PlacementState:
         """
         self.tick(now_ms)
         self.check_assign(owner, start, prompt_tokens)
-        block_tokens = _tokens_per_block(start, prompt_tokens) or self._block_tokens.get(start.compat_id, 0)
+        block_tokens = tokens_per_block(start, prompt_tokens) or self._block_tokens.get(start.compat_id, 0)
         request = Request(runs, prompt_tokens, block_tokens)
         candidates, instance = self._placer.choose(request, start)
         if instance is None or self._placer.is_too_dear(candidates[0]):
@@ -197,7 +219,7 @@ class PlacementState:
             self.totals.refusals += 1
             raise unavailable("no active instance")
         session = Session(
-            start.session, FIRST_EPOCH, owner, prompt_tokens, block_tokens, start, now_ms,
+            start.session, FIRST_EPOCH, owner, prompt_tokens, block_tokens, start, start.scope_id, now_ms,
             Phase.BOUND, instance.uri, instance.epoch, now_ms,
         )  # fmt: skip
         self._add(session)
@@ -206,8 +228,10 @@ class PlacementState:
         self.totals.assignments += 1
         self.totals.prompt_tokens += prompt_tokens
         self.totals.matched_tokens += matched * block_tokens
-        directive = self._placer.prefetch(instance, start, request, best.usable) if best.fetches else ""
-        return Assignment(session.binding, matched, candidates, directive)
+        members = self.groups.offer(session, candidates)
+        loads = best.fetches and not members  # a group computes its context
+        directive = self._placer.prefetch(instance, start, request, best.usable) if loads else ""
+        return Assignment(session.binding, matched, candidates, directive, members)
 
     # --- sessions (A14) ---------------------------------------------------------------
 
@@ -220,7 +244,8 @@ class PlacementState:
     ) -> tuple[bool, CheckpointReply]:
         """Record a checkpoint of an identity with base URIs `sender`: (first of its session, what is recorded).
 
-        Raises KvspError, in this order: 400, 413, kvsp-incompatible, kvsp-stale-epoch, 409, 403, 429.
+        Raises KvspError, in this order: 400, 413, kvsp-scope-denied and 409 for another scope than the session's,
+        kvsp-incompatible, kvsp-stale-epoch, 409, 403, 429.
         """
         self.tick(now_ms)
         self.check_bounds(checkpoint)
@@ -229,7 +254,7 @@ class PlacementState:
         if session is None:
             return self._adopt(sender, checkpoint, now_ms)
         recorded = session.check(checkpoint, sender)
-        self._take_allowance(session, checkpoint, now_ms)
+        self._sessions.take_allowance(session, checkpoint, now_ms)
         session.heard_ms = now_ms
         is_first = not session.has_reported
         # Whoever checkpoints an epoch has accepted it.
@@ -237,9 +262,11 @@ class PlacementState:
         # "records the checkpoint with the highest output_offset" (R-172): what an earlier epoch had acknowledged
         # is never given up for less, as its tokens may have been delivered.
         if checkpoint.output_offset > recorded.output_offset or is_first:
-            session.checkpoint = recorded = checkpoint
+            self._sessions.record(session, checkpoint)
+            recorded = checkpoint
             self._outbox.save(session.row())
             self.totals.checkpoints += 1
+            self.groups.checkpointed(session, now_ms)
         return is_first, CheckpointReply(session.epoch, recorded.output_offset)
 
     def binding(self, owner: str, session: str) -> Binding | None:
@@ -265,10 +292,14 @@ class PlacementState:
         self.tick(now_ms)
         self._migration.resumed(session, epoch, now_ms)
 
-    def resume_failed(self, session: str, epoch: int, now_ms: int) -> None:
-        """The instance refused, or did not answer and may have accepted."""
+    def resume_failed(self, session: str, epoch: int, problem: ProblemType, now_ms: int) -> None:
+        """The instance refused, or (503, 504) did not answer and may have accepted."""
         self.tick(now_ms)
-        self._migration.resume_failed(session, epoch, now_ms)
+        self._migration.resume_failed(session, epoch, problem, now_ms)
+
+    def is_offered(self, session: str, epoch: int) -> bool:
+        """Is an answer to a SendResume still waited for?"""
+        return self._migration.is_offered(session, epoch)
 
     @property
     def sessions(self) -> int:
@@ -280,34 +311,25 @@ class PlacementState:
     def next_deadline(self) -> int:
         """When `tick` has something to do."""
         expiries = [each.expires_ms for each in self._fleet if each.expires_ms is not None]
-        retry = [] if self._migration.retry_ms is None else [self._migration.retry_ms]
-        return min([self._sweep_ms, *expiries, *retry])
+        others = [self._migration.retry_ms, self.groups.next_deadline()]
+        return min([self._sweep_ms, *expiries, *(each for each in others if each is not None)])
 
     def tick(self, now_ms: int) -> None:
         """Do what is due; every event does so first."""
         for instance in self._fleet:
             if instance.expires_ms is not None and instance.expires_ms <= now_ms:
                 self.totals.failures += instance.status is not None
-                instance.fail()
+                self._fleet.fail(instance)
                 for session in self._sessions.at(instance.uri):
                     self._migration.begin(session, now_ms)
+                self.groups.restarted(instance.uri, now_ms)
         self._migration.tick(now_ms)
+        self.groups.tick(now_ms)
         if self._sweep_ms <= now_ms:
             self._sweep_ms = now_ms + SWEEP_MS
-            self._sweep(now_ms)
+            self._migration.sweep(now_ms)
 
     # --- inside -----------------------------------------------------------------------
-
-    def _judge_sessions(self, instance: Instance, *, is_first: bool, now_ms: int) -> None:
-        """A restarted instance has lost its sessions; one that says so has failed (R-101, U-37)."""
-        for session in self._sessions.at(instance.uri):
-            if session.instance_epoch == UNREPORTED:
-                session.instance_epoch = instance.epoch
-                self._outbox.save(session.row())
-            if session.instance_epoch < instance.epoch or instance.state == FAILED:
-                self._migration.begin(session, now_ms)
-            elif is_first:
-                self._migration.repeat(session)
 
     def _became_active(self, instance: Instance, now_ms: int) -> None:
         self._migration.became_active(instance.uri)
@@ -320,19 +342,21 @@ class PlacementState:
         known = [each for uri in sender if (each := self._fleet.get(uri)) is not None]
         known.sort(key=lambda each: each.status is None)
         instance = known[0] if known else self._fleet.add(sender[0])
-        if len(self._sessions.at(instance.uri)) >= self._settings.sessions_max:
-            raise KvspError(registry.TOO_MANY_REQUESTS, "too many sessions", retry_after_s=1)
+        self._sessions.check_instance(instance.uri, checkpoint)
         block_tokens = self._block_tokens.get(checkpoint.compat_id, 0)
         prompt_tokens = len(checkpoint.prompt_blocks) * block_tokens + len(checkpoint.prompt_tail)
         session = Session(
-            checkpoint.session, checkpoint.epoch, NOBODY, prompt_tokens, block_tokens, checkpoint, now_ms,
-            Phase.BOUND, instance.uri, instance.epoch,
+            checkpoint.session, checkpoint.epoch, NOBODY, prompt_tokens, block_tokens, checkpoint,
+            checkpoint.scope_id, now_ms, Phase.BOUND, instance.uri, instance.epoch,
         )  # fmt: skip
-        self._take_allowance(session, checkpoint, now_ms)
+        self._sessions.take_allowance(session, checkpoint, now_ms)
         instance.expect(now_ms)
         self._add(session)
         self.totals.checkpoints += 1
         return True, CheckpointReply(session.epoch, checkpoint.output_offset)
+
+    def _migrate(self, session: Session, now_ms: int) -> None:
+        self._migration.begin(session, now_ms)
 
     def _add(self, session: Session) -> None:
         self._sessions.add(session)
@@ -342,36 +366,19 @@ class PlacementState:
         if self._block_tokens and compat_id not in self._block_tokens:
             raise KvspError(registry.INCOMPATIBLE, "no descriptor of this compatibility id is configured")
 
-    def _take_allowance(self, session: Session, checkpoint: SessionCheckpoint, now_ms: int) -> None:
-        """Checkpoint floods end here, before the disk (D13). Raises KvspError (429)."""
-        rules = self._settings
-        if session.bucket is None:
-            session.bucket = Bucket(rules.session_rate, now_ms)
-        session.bucket.take(1, now_ms)
-        if session.instance not in self._buckets:
-            self._buckets[session.instance] = (
-                Bucket(rules.instance_rate, now_ms), Bucket(rules.octet_rate, now_ms)
-            )  # fmt: skip
-        calls, octets = self._buckets[session.instance]
-        calls.take(1, now_ms)
-        octets.take(octets_of(checkpoint), now_ms)
-
-    def _sweep(self, now_ms: int) -> None:
-        for session in self._sessions:
-            idle_ms = now_ms - session.heard_ms
-            if session.checkpoint is None and idle_ms >= self._settings.ended_ms:
-                self._sessions.forget(session)
-                self._outbox.save(Forget(session.id))
-            elif session.checkpoint is not None and idle_ms >= self._settings.session_idle_ms:
-                self._migration.end(session, now_ms)
-
     def _restore(self, rows: Iterable[Row], now_ms: int) -> None:
         """What an earlier process persisted; every instance that has sessions gets its TTL to report in."""
+        maps: list[MapRow] = []
         for row in rows:
-            if isinstance(row, InstanceRow):
-                self._fleet.add(row.instance, row.epoch, row.ttl_ms)
-            elif isinstance(row, SessionRow):
-                self._sessions.add(Session.of_row(row, now_ms))
+            match row:
+                case InstanceRow():
+                    self._fleet.restore(row)
+                case SessionRow():
+                    self._sessions.add(Session.of_row(row, now_ms))
+                case MapRow():
+                    maps.append(row)
+        for uri in self.groups.restore(maps, now_ms):
+            (self._fleet.get(uri) or self._fleet.add(uri)).expect(now_ms)
         for session in self._sessions:
             if session.checkpoint is None or session.instance == NOBODY:
                 continue
@@ -380,15 +387,3 @@ class PlacementState:
                 self._migration.begin(session, now_ms)
             else:
                 instance.expect(now_ms)
-
-
-def _tokens_per_block(start: SessionCheckpoint, prompt_tokens: int) -> int:
-    """What `prompt_tokens` tells of a block's length; 0 without blocks. Raises KvspError (400)."""
-    in_blocks = prompt_tokens - len(start.prompt_tail)
-    count = len(start.prompt_blocks)
-    if in_blocks < 0 or (in_blocks % count if count else in_blocks):
-        raise bad_request("prompt_tokens does not match prompt_blocks and prompt_tail")
-    tokens = in_blocks // count if count else 0
-    if count and tokens <= len(start.prompt_tail):
-        raise bad_request("prompt_tail holds a whole block")
-    return tokens

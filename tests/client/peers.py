@@ -309,6 +309,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.peer.gate.wait()
         self.close_connection = True
 
+    def dripping(self, octets: bytes) -> None:
+        """One octet after the other, with no end in sight."""
+        self.block_head(octets)
+        for at in range(len(octets)):
+            self.wfile.write(octets[at : at + 1])
+            self.wfile.flush()
+            if self.peer.gate.wait(0.01):
+                break
+        self.close_connection = True
+
     def gated(self, octets: bytes) -> None:
         """The header and the first layer; the rest when the gate opens."""
         header = container.parse_header(octets)

@@ -88,6 +88,7 @@ class ScriptedPlacement(placement_pb2_grpc.PlacementServicer):
         self.assigned: list[placement_pb2.AssignRequest] = []
         self.ended: list[str] = []
         self.refusals: deque[KvspError] = deque()
+        self.ends: KvspError | None = None
         self.lose_reply = False
         self.changed = asyncio.Condition()
 
@@ -120,6 +121,8 @@ class ScriptedPlacement(placement_pb2_grpc.PlacementServicer):
             async with self.changed:
                 binding = self.bindings.get(request.session)
                 if binding is None:
+                    if self.ends is not None:
+                        raise self.ends
                     if epoch:
                         return
                     raise KvspError(registry.NOT_FOUND)

@@ -173,11 +173,16 @@ class World:
     async def start_holder(self) -> None:
         await self.serve("holder", lambda to: holder_pb2_grpc.add_HolderServicer_to_server(self.holder, to))
 
-    async def serve(self, name: str, add: Callable[[grpc.aio.Server], None]) -> None:
+    async def serve(
+        self,
+        name: str,
+        add: Callable[[grpc.aio.Server], None],
+        authority: common_pb2_grpc.AuthorityServicer | None = None,
+    ) -> None:
         """A role with the authority beside it, at NAME.sock."""
         server = grpc.aio.server(interceptors=(Guard(),), options=OPTIONS)
         add(server)
-        common_pb2_grpc.add_AuthorityServicer_to_server(Authority(self.policy), server)
+        common_pb2_grpc.add_AuthorityServicer_to_server(authority or Authority(self.policy), server)
         server.add_insecure_port(f"unix:{self.folder}/{name}.sock")
         await server.start()
         self.servers.append(server)

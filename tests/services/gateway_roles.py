@@ -24,6 +24,7 @@ from kvsp.v1 import (
     placement_pb2,
     placement_pb2_grpc,
 )
+from services.frontend.server import FrontendAuthority
 from tests.services.gateway_harness import COMPAT, CONFIG, POLICY, SCOPE, Response, World
 
 PC, II1, II2, FE = (f"spiffe://test/{name}" for name in ("pc", "ii1", "ii2", "fe"))
@@ -245,7 +246,9 @@ backend.address = "unix:{folder}/frontend.sock"
             "placement", lambda to: placement_pb2_grpc.add_PlacementServicer_to_server(self.placement, to)
         )
         await self.serve(
-            "frontend", lambda to: frontend_pb2_grpc.add_FrontendServicer_to_server(self.frontend, to)
+            "frontend",
+            lambda to: frontend_pb2_grpc.add_FrontendServicer_to_server(self.frontend, to),
+            FrontendAuthority(self.policy),
         )
         self.instance = Instance(self.policy)
         await self.start_instance()

@@ -52,7 +52,8 @@ from tests.services.rpc import served
 SCOPE_KEY = ScopeKey(b"s" * 32)
 SCOPE = keys.scope_id(SCOPE_KEY).hex()
 FOREIGN = "cc" * 16
-URIS = {name: f"https://{name}.example/kvsp/" for name in ("ii1", "h1", "h2", "h3", "pc")}
+MEMBERS = ["ii1", "ii2", "ii3", "ii4"]
+URIS = {name: f"https://{name}.example/kvsp/" for name in (*MEMBERS, "h1", "h2", "h3", "pc")}
 II, PC, FE, FE2 = "spiffe://t/ii1", "spiffe://t/pc", "spiffe://t/fe", "spiffe://t/fe2"
 
 DESCRIPTOR = Descriptor(
@@ -66,7 +67,7 @@ def policy_text(withdraw: Sequence[str] = ()) -> str:
     rows = [
         ("is", "index", "", []),
         ("pc", "placement", URIS["pc"], [SCOPE, FOREIGN]),
-        ("ii1", "instance", URIS["ii1"], [SCOPE]),
+        *((name, "instance", URIS[name], [SCOPE]) for name in MEMBERS),
         ("h1", "holder", URIS["h1"], [SCOPE]),
         ("h2", "holder", URIS["h2"], [SCOPE]),
         ("h3", "holder", URIS["h3"], [FOREIGN]),
@@ -196,20 +197,20 @@ class World:
     def listed(self, name: str, i: int) -> bool:
         return self.index.table.find(party_id(URIS[name]), key(i), now_ms()) is not None
 
-    def config(self, *others: str, **changes: Any) -> InstanceConfig:
+    def config(self, *others: str, name: str = "ii1", **changes: Any) -> InstanceConfig:
         made: dict[str, Any] = {
-            "listen": f"unix:{self.folder}/ii1-engine.sock",
+            "listen": f"unix:{self.folder}/{name}-engine.sock",
             "policy": "",
-            "principal": II,
-            "base_uri": URIS["ii1"],
+            "principal": f"spiffe://t/{name}",
+            "base_uri": URIS[name],
             "model": "",
             "block_tokens": self.descriptor.block_tokens,
             "placement": Party(URIS["pc"], f"unix:{self.folder}/pc.sock"),
             "index": Peer(f"unix:{self.folder}/is.sock"),
-            "holder": Peer(f"unix:{self.folder}/ii1.sock"),
+            "holder": Peer(f"unix:{self.folder}/{name}.sock"),
             "holders": tuple(Party(URIS[name], f"unix:{self.folder}/{name}.sock") for name in others),
             "scopes": {"one": str(self.folder / "scope.key")},
-            "state_dir": str(self.folder / "state"),
+            "state_dir": str(self.folder / f"{name}-state"),
         }
         return InstanceConfig(**(made | changes))
 
@@ -325,6 +326,9 @@ class Compute:
     work: dict[tuple[str, int], Work] = field(default_factory=dict)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
     provided: list[tuple[str, int, list[int]]] = field(default_factory=list)
+
+    async def room(self, session: str, epoch: int, prompt_tokens: int, max_tokens: int) -> None:
+        pass
 
     def submit(self, work: Work) -> None:
         self.work[work.session, work.epoch] = work

@@ -14,9 +14,11 @@ from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.estimate import Run, Source
 from kvsp.protocol.records import InstanceStatus, Link, ResumeRequest, Sampler, SessionCheckpoint
+from services.placement.groups import ForgetMap
 from services.placement.instructions import Binding, Forget, Instruction, Persist, Row, SendResume, Survey, key_of
 from services.placement.settings import Settings
 from services.placement.state import Assignment, PlacementState
+from services.placement.widths import GroupPolicy
 
 H1, H2 = "https://h1.example/kvsp/", "https://h2.example/kvsp/"
 A, B, C = (f"https://ii{n}.example/kvsp/" for n in (1, 2, 3))
@@ -75,6 +77,8 @@ class Driven:
     settings: Settings = field(default_factory=Settings)
     block_tokens: Mapping[str, int] = field(default_factory=dict)
     serves: Any = None
+    unfollowed: set[str] = field(default_factory=set)
+    widths: GroupPolicy | None = None
     disk: dict[tuple[str, str], Row] = field(default_factory=dict)
     now_ms: int = 0
     done: list[Instruction] = field(default_factory=list)
@@ -88,6 +92,7 @@ class Driven:
         more = {} if self.serves is None else {"serves": self.serves}
         self.state = PlacementState(
             self.settings, new_id=lambda: next(self.ids), block_tokens=self.block_tokens,
+            is_followed=lambda session: session not in self.unfollowed, widths=self.widths,
             rows=self.disk.values(), now_ms=self.now_ms, **more,
         )  # fmt: skip
         self.done = []
@@ -97,7 +102,7 @@ class Driven:
         taken = self.state.instructions()
         assert not any(isinstance(each, Persist) for each in taken[1:])
         for row in taken[0].rows if taken and isinstance(taken[0], Persist) else ():
-            if isinstance(row, Forget):
+            if isinstance(row, Forget | ForgetMap):
                 self.disk.pop(key_of(row), None)
             else:
                 self.disk[key_of(row)] = row
@@ -156,8 +161,8 @@ class Driven:
         self.state.resumed(request.checkpoint.session, request.epoch, self.now_ms)
         self.drain()
 
-    def resume_failed(self, request: ResumeRequest) -> None:
-        self.state.resume_failed(request.checkpoint.session, request.epoch, self.now_ms)
+    def resume_failed(self, request: ResumeRequest, problem: registry.ProblemType = registry.UNAVAILABLE) -> None:
+        self.state.resume_failed(request.checkpoint.session, request.epoch, problem, self.now_ms)
         self.drain()
 
 

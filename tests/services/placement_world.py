@@ -18,9 +18,11 @@ from kvsp.protocol.records import (
     DirectiveStatus,
     InstanceStatus,
     PrefetchDirective,
+    ReshardRequest,
     ResumeRequest,
     SessionCheckpoint,
 )
+from kvsp.protocol.reshard import GroupContext
 from kvsp.rpc.channel import open_channel
 from kvsp.rpc.config import Party, Peer
 from kvsp.rpc.convert import (
@@ -29,8 +31,10 @@ from kvsp.rpc.convert import (
     directive_from_message,
     directive_status_to_message,
     replica_to_message,
+    reshard_from_message,
     status_to_message,
 )
+from kvsp.rpc.convert_groups import context_from_message
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import caller, speak_for
 from kvsp.v1 import (
@@ -64,6 +68,15 @@ from tests.services.placement_records import (
 from tests.services.rpc import served
 
 TIMEOUT_S = 10
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for what nothing tells of."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 TTL_MS = status().ttl_ms
 
 
@@ -98,6 +111,9 @@ class StubInstance(instance_pb2_grpc.InstanceServicer):
         self.resumes: list[ResumeRequest] = []
         self.directives: list[PrefetchDirective] = []
         self.asked: list[str] = []
+        self.joined: list[GroupContext] = []
+        self.left: list[str] = []
+        self.reshards: list[ReshardRequest] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.changed = asyncio.Condition()
@@ -133,6 +149,24 @@ class StubInstance(instance_pb2_grpc.InstanceServicer):
         self.state = request.state
         await self._end()
         return common_pb2.StateChange(state=self.state)
+
+    async def JoinGroup(self, request: instance_pb2.GroupContext, context: Any) -> instance_pb2.JoinGroupReply:
+        await self._begin(context)
+        self.joined.append(context_from_message(request))
+        await self._end()
+        return instance_pb2.JoinGroupReply()
+
+    async def LeaveGroup(self, request: common_pb2.GroupName, context: Any) -> instance_pb2.LeaveGroupReply:
+        await self._begin(context)
+        self.left.append(request.map)
+        await self._end()
+        return instance_pb2.LeaveGroupReply()
+
+    async def Reshard(self, request: instance_pb2.ReshardRequest, context: Any) -> instance_pb2.ReshardReply:
+        await self._begin(context)
+        self.reshards.append(reshard_from_message(request))
+        await self._end()
+        return instance_pb2.ReshardReply(map=request.map)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Wait until something that it was told makes this true."""
@@ -249,6 +283,12 @@ class World:
         reply = await self.call("SetInstanceState", name, request)
         assert isinstance(reply.state, str)
         return reply.state
+
+    async def reset_epoch(self, instance: str, name: str = "pc") -> int:
+        request = placement_pb2.ResetInstanceEpochRequest(instance=instance)
+        reply = await self.call("ResetInstanceEpoch", name, request)
+        assert isinstance(reply.epoch, int)
+        return reply.epoch
 
     async def publish(self, block: int, holder: str = H1) -> None:
         """A replica of block `block` of every prompt, at the index."""

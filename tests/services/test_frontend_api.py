@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,52 @@ async def test_too_many_requests_at_once(tmp_path: Path, tokenizer: Tokenizer) -
         reply = await fe.ask(asked())
         assert (reply.status, reply.error["code"], reply.error["retry_after_s"]) == (503, "unavailable", 1)
         await first.aclose()
+
+
+@pytest.mark.spec("D13")
+async def test_a_caller_has_so_many_choices_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async with world(tmp_path, tokenizer, caller_choices_max=4) as fe:
+        refused = await fe.ask(asked(prompt=["a", "b"], n=3))
+        assert (refused.status, refused.error["param"], refused.error["code"]) == (400, "n", "too_large")
+        fe.ii1.hold_at = 3
+        first = fe.parts(asked(n=2, stream=True))
+        second = fe.parts(chat("hi", n=2, stream=True), CHAT)
+        await anext(first)
+        await anext(second)
+        for body, path in ((asked(), "v1/completions"), (chat("hi"), CHAT)):
+            refused = await fe.ask(body, path)
+            assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+            assert (refused.error["type"], refused.error["retry_after_s"]) == ("rate_limit_error", 1)
+        assert len(fe.placement.assigned) == 4
+        fe.ii1.hold_at = None
+        assert (await fe.ask(asked(kvsp_scope="demo"), who="both")).status == 200  # another caller
+        await first.aclose()
+        async with asyncio.timeout(30):
+            while (await fe.ask(asked(n=2))).status != 200:
+                await asyncio.sleep(0.005)
+        await second.aclose()
+
+
+@pytest.mark.spec("D13")
+async def test_a_caller_has_so_many_characters_waiting(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    held, gate = threading.Event(), threading.Event()
+    async with world(tmp_path, tokenizer, caller_chars_max=100) as fe:
+        for body, path, param in ((asked(prompt=["x" * 51] * 2), "v1/completions", "prompt"),
+                                  (chat("x" * 51, "y" * 50), CHAT, "messages")):  # fmt: skip
+            refused = await fe.ask(body, path)
+            assert (refused.status, refused.error["param"], refused.error["code"]) == (400, param, "too_large")
+        # The one thread that encodes is busy with others' prompts.
+        busy = tokenizer._thread.submit(lambda: held.set() or gate.wait(30))
+        await asyncio.to_thread(held.wait, 30)
+        waiting = asyncio.create_task(fe.ask(asked(prompt="x" * 60)))
+        while not tokenizer._thread._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        refused = await fe.ask(asked(prompt="x" * 41))
+        gate.set()
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert (await waiting).status == 200
+        assert busy.result()
+        assert (await fe.ask(asked(prompt="x" * 41))).status == 200
 
 
 # --- who may ask ---

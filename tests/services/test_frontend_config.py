@@ -30,6 +30,9 @@ scopes = ["{{demo}}", "{{other}}"]
 [identities."spiffe://t/demo"]
 roles = ["client"]
 scopes = ["{{demo}}"]
+[identities."spiffe://t/ii"]
+roles = ["instance"]
+base_uris = ["{II1}", "{II2}"]
 [identities."spiffe://t/placement"]
 roles = ["placement"]
 """
@@ -131,6 +134,7 @@ def test_without_a_descriptor_it_is_computed(tmp_path: Path, document: dict[str,
         ({"base_uri": "https://other.example/"}, "is not the front end"),
         ({"instances": []}, "instances: empty"),
         ({"instances": [{"base_uri": "http://x/", "address": "unix:/x"}]}, "instances: http://x/"),
+        ({"instances": [{"base_uri": "https://x/", "address": "unix:/x"}]}, "instances: https://x/: nobody's"),
         ({"scopes": {}}, "scopes: empty"),
         ({"scopes": {"demo": "/no/such/file"}}, "scope demo"),
         ({"default_scope": "third"}, "default_scope"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError, unavailable
@@ -373,6 +374,28 @@ async def test_a_session_that_the_controller_has_forgotten(fe: World) -> None:
     await fe.stop(II1)
     assert (await rest(reply, parts)).events[-1]["error"]["message"] == "the session was lost"
     await fe.start(II1)
+
+
+@pytest.mark.spec("R-179", "R-182")
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_session_that_no_instance_can_continue(tmp_path: Path, tokenizer: Tokenizer, silent: bool) -> None:
+    """It is an error that asking again does not change, also where the lost instance only seems alive."""
+    async with world(tmp_path, tokenizer, patience_s=0.2) as fe:
+        fe.ii1.hold_at = AT
+        reply, parts = await reading(fe, HALF)
+        fe.placement.ends = KvspError(registry.INCOMPATIBLE, "no instance can continue the session")
+        with capture_logs() as logs:
+            await fe.placement.set(session(fe), None)
+            if not silent:
+                await fe.stop(II1)
+            assert (await rest(reply, parts)).text == HALF
+        error = reply.events[-1]["error"]
+        assert (error["code"], error["message"]) == ("internal_error", "internal error")
+        (line,) = [line for line in logs if line["event"] == "session lost"]
+        assert (line["status"], line["reason"]) == (409, "no instance can continue the session")
+        await fe.ended()
+        if not silent:
+            await fe.start(II1)
 
 
 # --- the client is lost ---

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from gateway import fields
+from gateway.protocol import HELD_OCTETS_MIN, Corkable
 from kvsp.protocol import container
 from tests.services.gateway_harness import CLIENT, World, make_block, read_response, sha, store, wait_for
 
@@ -35,6 +36,50 @@ def test_get_and_head(world: World, key: str, scheme: str) -> None:
     }
     head = world.request("HEAD", target)
     assert (head.status, head.headers, head.body) == (200, got.headers, b"")
+
+
+@pytest.mark.parametrize("octets", [64, 300_000])
+def test_a_kept_connection_serves_the_next_get(world: World, key: str, scheme: str, octets: int) -> None:
+    block = make_block(octets)
+    request = f"GET {store(world, key, block)} HTTP/1.1\r\nhost: x\r\n{XFCC[0]}: {XFCC[1]}\r\n\r\n"
+
+    async def three() -> None:
+        reader, writer = await world.connect()
+        for _ in range(3):
+            writer.write(request.encode())
+            got = await read_response(reader)
+            assert (got.status, got.body) == (200, block)
+        writer.close()
+
+    world.run(three())
+
+
+class _Calls:
+    """What a transport is called for."""
+
+    def __init__(self) -> None:
+        self.made: list[list[bytes]] = []
+
+    def write(self, octets: bytes) -> None:
+        self.made.append([octets])
+
+    def writelines(self, octets: list[bytes]) -> None:
+        self.made.append(octets)
+
+
+def test_what_is_corked_leaves_with_what_follows_and_nothing_stays() -> None:
+    calls, much = _Calls(), bytes(HELD_OCTETS_MIN)
+    transport = Corkable(calls)  # type: ignore[arg-type]
+    transport.write(b"1")
+    transport.cork()
+    for each in (b"2", b"3", much, b"4"):
+        transport.write(each)
+    assert calls.made == [[b"1"], [b"2", b"3", much], [b"4"]]
+    transport.cork()
+    transport.write(b"5")
+    transport.uncork()
+    transport.uncork()
+    assert calls.made[3:] == [[b"5"]]
 
 
 @pytest.mark.spec("R-151", "R-153", "U-23")

@@ -11,7 +11,7 @@ from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.v1 import frontend_pb2
 from tests.services.gateway_harness import CLIENT, read_response
-from tests.services.gateway_roles import Roles
+from tests.services.gateway_roles import PC, Roles
 
 JSON = {"content-type": "application/json"}
 SSE = frontend_pb2.ApiStart(status=200, content_type="text/event-stream")
@@ -160,6 +160,23 @@ def test_media_types_and_sizes(roles: Roles) -> None:
 def test_identity_is_needed(roles: Roles) -> None:
     assert roles.chat(principal=None).status == 403
     assert roles.chat(principal="spiffe://test/outsider").problem["title"] == "Forbidden"
+
+
+@pytest.mark.spec("D1", "D8", "R-210", "R-073")
+def test_who_may_not_call_sends_no_body(roles: Roles) -> None:
+    async def refused(fields: str) -> bytes:
+        reader, writer = await roles.connect()
+        head = HEAD.split(b"content-type")[0].replace(CLIENT.encode(), PC.encode()).decode()
+        writer.write(f"{head}{fields}expect: 100-continue\r\n\r\n".encode())
+        status = await reader.readline()
+        writer.close()
+        return status
+
+    asked = len(roles.frontend.calls)
+    # nor does it hear what would be wrong with one
+    for fields in ("content-type: application/json\r\ncontent-length: 2\r\n", "content-length: 99999999\r\n"):
+        assert roles.run(asyncio.wait_for(refused(fields), 30)).split()[1] == b"403"
+    assert len(roles.frontend.calls) == asked
 
 
 # --- what goes wrong behind it ---

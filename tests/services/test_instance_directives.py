@@ -6,6 +6,8 @@ import pytest
 
 from kvsp.protocol import limits, registry
 from kvsp.protocol.records import DirectiveBlock
+from services.instance import directives
+from services.instance.directives import KEPT_MAX
 from services.instance.instructions import BeginDirective, StopDirective
 from tests.services.holder_states import refused
 from tests.services.instance_states import FOREIGN, H1, H2, Driver, block_key, directive, session_id
@@ -117,3 +119,31 @@ def test_what_is_loading_stops_when_the_instance_drains() -> None:
     driver.state.put_state(driver.now, "draining")
     assert driver.took(StopDirective) == [StopDirective(session_id())]
     assert status(driver) == ("partial", [block_key(0)])
+
+
+@pytest.mark.spec("R-131", "U-18")
+def test_terminal_directives_keep_no_place_from_new_ones() -> None:
+    driver = Driver()
+    count = 3 * KEPT_MAX // 2
+    for i in range(count):
+        driver.state.prefetch(driver.now, directive(i))
+        for block in (0, 1):
+            outcome(driver, block, loaded=True, of=i)
+        driver.wait(1)
+        driver.take()
+    assert status(driver, count - 1)[0] == "complete"
+    assert status(driver, count - KEPT_MAX)[0] == "complete"
+    refused(registry.NOT_FOUND, lambda: status(driver, count - KEPT_MAX - 1))  # the oldest
+
+
+@pytest.mark.spec("R-131", "D13")
+def test_the_keys_of_terminal_directives_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directives, "KEPT_KEYS_MAX", 7)
+    driver = Driver()
+    driver.generate()  # so that it stays awake
+    for i in range(5):
+        driver.state.prefetch(driver.now, directive(i, deadline_ms=50))
+    driver.wait(50)
+    for i in range(2):
+        refused(registry.NOT_FOUND, lambda i=i: status(driver, i))  # type: ignore[misc]
+    assert [status(driver, i)[0] for i in (2, 3, 4)] == ["partial"] * 3

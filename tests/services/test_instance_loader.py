@@ -11,7 +11,9 @@ from kvsp.connectors.prefix import PrefixCache
 from kvsp.rpc.config import Peer
 from tests.services.instance_rig import (
     FOREIGN,
+    SCOPE,
     URIS,
+    key,
     loader,
     sections,
     until,
@@ -44,7 +46,7 @@ async def test_own_and_remote_blocks_make_a_prefix(tmp_path: Path) -> None:
         holds(await load.fill(0, 1, 2, 3, 4), 0, 1, 2, 3)
         # what came from others is held, and so published, here
         await until(lambda: made.listed("ii1", 2) and made.listed("ii1", 3))
-        assert sorted(load.kept) == [2, 3]
+        await until(lambda: sorted(load.kept) == [2, 3])
         await until(lambda: len(load.loads) == 0)
         asked = made.places["h1"].asked
         await until(lambda: asked == ["lease 2", "open 2", "release"])
@@ -261,3 +263,16 @@ async def test_a_cancelled_session_lets_go_of_everything(tmp_path: Path) -> None
         await until(lambda: len(load.loads) == 0 and not made.places["h1"].host.state.leases)
         found = made.places["ii1"].stored(0, made.compat_id)
         await until(lambda: found is not None and found.pins == 0)
+
+
+@pytest.mark.spec("R-128")
+async def test_leases_are_released_before_the_connection_ends(tmp_path: Path) -> None:
+    async with world(tmp_path, "ii1", "h1") as made:
+        await made.put("h1", 1)
+        source = made.places["h1"]
+        async with loader(made, "h1") as load:
+            holder = load.holders.others[URIS["h1"]]
+            async with holder.leased(SCOPE, made.compat_id, [key(1)], 60_000):
+                assert source.host.state.leases
+        assert source.asked == ["lease 1", "release"]
+        assert not source.host.state.leases

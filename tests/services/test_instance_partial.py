@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.instance.partial import attend, merge
+from services.instance import partial
+from services.instance.partial import Partial, attend, joined, merge
 
 
 @given(
@@ -57,5 +58,51 @@ def test_a_piece_that_no_new_token_sees_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_partials_of_short_types_are_float32(dtype: torch.dtype) -> None:
     queries, keys, values = (torch.randn(2, 3, 8, dtype=dtype) for _ in range(3))
-    partial = attend(queries, keys, values, 0.3)
-    assert partial.output.dtype == partial.log_sum.dtype == torch.float32
+    found = attend(queries, keys, values, 0.3)
+    assert found.output.dtype == found.log_sum.dtype == torch.float32
+
+
+@given(
+    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    st.integers(1, 40),
+    st.integers(1, 700),
+    st.sampled_from([None, 0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 2**31),
+)
+def test_the_fused_kernel_gives_what_the_plain_product_gives(
+    heads: tuple[int, int], new: int, tokens: int, first: int | None, dtype: torch.dtype, seed: int
+) -> None:
+    assert partial._fused_is_right()
+    torch.manual_seed(seed)
+    query_heads, kv_heads = heads
+    tokens = tokens if first is None else new
+    queries = torch.randn(query_heads, new, 16).to(dtype)
+    # As a store shows them: tokens outside, heads inside.
+    keys, values = torch.randn(2, tokens, kv_heads, 16).to(dtype).transpose(1, 2)
+    fused = partial._fused(queries, keys, values, 0.25, causal=first == 0)
+    plain = partial._plain(queries, keys, values, 0.25, first)
+    for one, other in zip(fused, plain, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [None, 3, -2])
+def test_rows_are_computed_some_at_a_time(first: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "_fused_is_right", lambda: False)
+    torch.manual_seed(2)
+    queries, keys, values = torch.randn(4, 10, 8), torch.randn(2, 13, 8), torch.randn(2, 13, 8)
+    whole = attend(queries, keys, values, 0.3, first=first)
+    monkeypatch.setattr(partial, "SCORES_MAX", 3 * 4 * 13)
+    parts = attend(queries, keys, values, 0.3, first=first)
+    assert torch.allclose(whole.output, parts.output, atol=1e-6)
+    assert torch.allclose(whole.log_sum, parts.log_sum, atol=1e-6)
+
+
+def test_joined_partials_can_be_joined_again() -> None:
+    torch.manual_seed(3)
+    parts = [attend(torch.randn(2, 3, 8), *torch.randn(2, 2, 5, 8), 0.3) for _ in range(3)]
+    nothing = Partial(torch.zeros(2, 3, 8), torch.full((2, 3), float("-inf")))
+    again = joined([joined([nothing, parts[0]]), joined(parts[1:])])
+    assert torch.allclose(again.output, merge(parts), atol=1e-6)
+    assert torch.equal(joined([nothing, nothing]).output, nothing.output)

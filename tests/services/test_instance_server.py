@@ -386,7 +386,13 @@ async def test_reshard_of_maps_that_it_does_not_know(ii: Instance) -> None:
     commit = instance_pb2.ReshardRequest(map="m", commit=2)
     await refused(registry.FORBIDDEN, ii.call("Reshard", commit, II))
     await refused(registry.PLAN_CONFLICT, ii.call("Reshard", commit, PC))
+    # "an unseen map adopts `from` when retain and release are empty" (U-38); what it fetches has no names here.
     plan = instance_pb2.ReshardRequest(map="m", plan=instance_pb2.ReshardPlan(to=1, deadline_ms=5))
+    assert (await ii.call("Reshard", plan, PC)).to == 1
+    fetch = plan.plan.fetch.add(**{"from": URIS["h1"]})
+    fetch.tokens.end = 8
+    await refused(registry.PLAN_CONFLICT, ii.call("Reshard", plan, PC))
+    assert (await ii.call("Reshard", instance_pb2.ReshardRequest(map="m", abort=1), PC)).version == 0
     await refused(registry.UNAVAILABLE, ii.call("Reshard", plan, PC))
     await refused(registry.BAD_REQUEST, ii.call("Reshard", instance_pb2.ReshardRequest(map="m"), PC))
 

@@ -19,6 +19,7 @@ from kvsp.rpc.convert import directive_to_message
 from kvsp.v1 import common_pb2, instance_pb2
 from services.instance.device import DeviceTier
 from services.instance.scheduler import Scheduler
+from services.instance.tiers import keep
 from services.instance.torch_engine import TorchEngine
 from tests.connectors.driver import descriptor_of, small_llama
 from tests.services.instance_engine import tokens_of
@@ -189,6 +190,13 @@ async def running_elsewhere(made: World, prompt: list[int]) -> AsyncIterator[lis
     yield found
 
 
+def container_of(made: World, name: bytes) -> bytes:
+    """A block as its own holder has it."""
+    [block] = [each for each in made.places["ii1"].host.state.store.all() if each.name.block_key == name]
+    octets = block.digested.header.total_octets
+    return bytes(made.places["ii1"].host.arena.view[block.offset : block.offset + octets])
+
+
 def tiers(made: World, name: bytes) -> list[tuple[str, tuple[int, int]]]:
     """Where the own holder says that the layers of a block are."""
     [block] = [each for each in made.places["ii1"].host.state.store.all() if each.name.block_key == name]
@@ -207,6 +215,13 @@ async def test_the_device_tier_is_reported_and_emptied(tmp_path: Path) -> None:
         assert again.tokens == first.tokens
         await ii.call("PutState", common_pb2.StateChange(state="sleeping"), PC)
         await until(lambda: tiers(made, name) == [("host", (0, 3))])
+        device = ii.host._engine.device
+        assert device is not None
+        await keep(device, SCOPE, name, [container_of(made, name)])  # stored while it fell asleep
+        assert device.names() == []
+        await ii.call("PutState", common_pb2.StateChange(state="active"), PC)
+        await keep(device, SCOPE, name, [container_of(made, name)])
+        await until(lambda: tiers(made, name) == [("device", (0, 1)), ("host", (2, 3))])
 
 
 async def test_a_token_that_the_model_does_not_know_ends_its_session_alone(tmp_path: Path) -> None:

@@ -24,9 +24,12 @@ from kvsp.v1 import placement_pb2_grpc
 from services.instance.config import InstanceConfig, check_identity, check_parties
 from services.instance.controller import Reporter
 from services.instance.epoch import next_epoch
+from services.instance.server import _load as load_engine_of
+from services.instance.server import _settings as settings_of
 from services.instance.server import run
 from services.instance.settings import Settings
 from services.instance.state import InstanceState
+from services.instance.tiers import TierNews
 from tests.services.instance_rig import II, URIS, Controller, policy_text, until
 from tests.services.rpc import served
 
@@ -96,6 +99,19 @@ def test_a_full_configuration(tmp_path: Path) -> None:
     assert config.placement.peer is not None
 
 
+async def test_the_engine_is_made_as_configured(tmp_path: Path) -> None:
+    from deploy.local.model import TINY, ensure_model
+
+    model, _ = ensure_model(tmp_path, TINY)
+    made = {"model": f'"{model}"', "chunk_tokens": "24", "kv_octets": str(1 << 20), "batch_invariant": "false"}
+    config = load(write_config(tmp_path, **made), InstanceConfig)
+    engine = await asyncio.to_thread(load_engine_of, config, TierNews())
+    assert engine.chunk_tokens == 24
+    settings = settings_of(config, engine, 1)
+    assert settings.positions_max == (1 << 20) * 8 // engine.descriptor.payload_octets
+    assert not settings.batch_invariant
+
+
 @pytest.mark.spec("D10", "R-211")
 @pytest.mark.parametrize(
     "changes",
@@ -110,6 +126,8 @@ def test_a_full_configuration(tmp_path: Path) -> None:
         {"placement": '{base_uri = "no uri", address = "unix:/x"}'},
         {"status_ttl_ms": "60001"},
         {"block_tokens": "0"},
+        {"kv_octets": "0"},
+        {"chunk_tokens": "0"},
         {"nonsense": "1"},
     ],
 )

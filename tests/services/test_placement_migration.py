@@ -13,6 +13,7 @@ from services.placement.instructions import (
     Ended,
     Persist,
     SendPrefetch,
+    SendResume,
     SessionRow,
     Survey,
     WantInstance,
@@ -133,6 +134,75 @@ def test_when_all_have_refused_they_are_asked_again_later() -> None:
     pc.survey()
     ((instance, request),) = pc.resumes()
     assert (instance, request.epoch) == (B, 3)  # which nobody was offered
+
+
+FOR_GOOD = [registry.BAD_REQUEST, registry.CONTENT_TOO_LARGE, registry.SCOPE_DENIED, registry.INCOMPATIBLE]
+
+
+@pytest.mark.spec("R-179", "R-182")
+@pytest.mark.parametrize("problem", FOR_GOOD)
+def test_a_session_that_all_refuse_for_good_ends_and_says_why(problem: registry.ProblemType) -> None:
+    pc = assigned(B, C)
+    fail(pc)
+    pc.survey()
+    for left in (1, 0):
+        ((_, request),) = pc.resumes()
+        pc.resume_failed(request, problem)
+        assert len(pc.take(Ended)) == (not left)
+    pc = assigned(B)
+    fail(pc)
+    pc.survey()
+    ((_, request),) = pc.resumes()
+    pc.resume_failed(request, problem)
+    assert pc.take(Ended) == [Ended(session_id(1), problem)]
+    assert pc.take(WantInstance) == []
+    assert (pc.state.sessions, pc.state.totals.lost) == (0, 1)
+    with refused(registry.STALE_EPOCH):  # whoever may have it after all is fenced
+        pc.checkpoint(B, checkpoint(1, 2, 16))
+
+
+@pytest.mark.spec("R-179", "R-182")
+@pytest.mark.parametrize("problem", FOR_GOOD)
+def test_who_refused_for_good_is_not_asked_again_and_no_other_is_wanted(problem: registry.ProblemType) -> None:
+    pc = assigned(B, C, settings=Settings(retry_ms=500))
+    fail(pc)
+    pc.survey()
+    ((first, request),) = pc.resumes()
+    pc.resume_failed(request, problem)
+    ((second, request),) = pc.resumes()
+    pc.resume_failed(request, registry.INVALID_STATE)
+    for now_ms in range(500, 5_000, 500):
+        for uri in (B, C):
+            pc.status(status(uri))
+        pc.tick(now_ms)
+        pc.survey()
+        ((instance, request),) = pc.resumes()
+        assert instance == second != first
+        pc.resume_failed(request, registry.UNAVAILABLE)
+    assert pc.take(WantInstance) == []
+    assert pc.take(Ended) == []
+    pc.status(status(first, epoch=11))  # a new process may have been set up differently
+    pc.survey()
+    ((instance, request),) = pc.resumes()
+    assert instance == first
+    pc.resumed(request)
+    assert [each.binding.instance for each in pc.take(Bind)] == [first]
+
+
+@pytest.mark.spec("R-179", "R-119")
+def test_one_more_instance_is_wanted_once_who_refused_for_good_is_not_active_any_more() -> None:
+    pc = assigned(B, C)
+    fail(pc)
+    pc.survey()
+    ((first, request),) = pc.resumes()
+    pc.resume_failed(request, registry.INCOMPATIBLE)
+    ((second, request),) = pc.resumes()
+    pc.status(status(first, state="draining"))
+    fail(pc, second)
+    pc.survey()
+    assert pc.resumes() == []
+    assert pc.take(Ended) == []
+    assert len(pc.take(WantInstance)) == 1
 
 
 @pytest.mark.spec("R-179", "R-119")
@@ -264,7 +334,9 @@ def test_a_resume_that_may_not_have_been_sent_is_sent_again_once_its_instance_re
     assert pc.resumes() == []
     pc.status(status(B))
     pc.status(status(B))
-    assert pc.resumes() == before
+    (again,) = pc.take(SendResume)
+    assert [(again.instance, again.request)] == before
+    assert again.again
     pc.resumed(before[0][1])
     assert pc.take(Bind) == [Bind(Binding(session_id(1), 2, B))]
 

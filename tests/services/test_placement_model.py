@@ -193,9 +193,11 @@ class PlacementMachine(RuleBasedStateMachine):
         match each:
             case Survey():
                 state.surveyed(each.session, each.epoch, [run(1, held)] if good else [], now_ms)
+            case SendResume() if good:
+                state.resumed(each.request.checkpoint.session, each.request.epoch, now_ms)
             case SendResume():
-                answered = state.resumed if good else state.resume_failed
-                answered(each.request.checkpoint.session, each.request.epoch, now_ms)
+                session, epoch = each.request.checkpoint.session, each.request.epoch
+                state.resume_failed(session, epoch, registry.UNAVAILABLE, now_ms)
             case SendState() if good:
                 state.ordered(each.instance, each.state, now_ms)
                 if each.instance in self.reported:

@@ -130,6 +130,26 @@ async def put(stub: placement_pb2_grpc.PlacementStub, offset: int) -> placement_
         return await stub.PutCheckpoint(request, metadata=speak_for("spiffe://t/ii1"), timeout=30)
 
 
+@pytest.mark.spec("D12", "R-103")
+async def test_an_operator_takes_an_instance_back_with_a_command(tmp_path: Path) -> None:
+    path = write(tmp_path, INSTANCE)
+    async with running(path) as (_, stub):
+        await report(stub, 2**53 - 1)
+    async with running(path) as (_, stub):  # nobody has reported to this one, so nothing has to expire
+        with pytest.raises(KvspError) as error:
+            await report(stub, 12)
+        assert error.value.problem == registry.STALE_EPOCH
+        for name, told in (("ii9", "unknown instance"), (A, "")):
+            made = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvsp.cli.main", "instance", "reset-epoch", name, "--config", str(path),
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            out, errors = await made.communicate()
+            assert (made.returncode == 0, told in errors.decode()) == (not told, True), errors
+        assert out.decode() == f"{A}: epoch {2**53 - 1} forgotten\n"
+        assert await report(stub, 12) == "active"
+
+
 @pytest.mark.spec("R-103", "R-172", "R-173", "D12")
 async def test_kill_9_loses_no_epoch_session_or_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, INSTANCE)

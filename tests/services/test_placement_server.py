@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,7 +34,7 @@ from tests.services.placement_records import (
     session_id,
     status,
 )
-from tests.services.placement_world import World, world
+from tests.services.placement_world import World, until, world
 from tests.services.rpc import problem_of
 
 
@@ -43,12 +42,6 @@ from tests.services.rpc import problem_of
 async def pc(tmp_path: Path) -> AsyncIterator[World]:
     async with world(tmp_path) as made:
         yield made
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 # --- authorization and the order of checks --------------------------------------------
@@ -113,6 +106,8 @@ async def test_a_checkpoint_is_checked_in_order(pc: World) -> None:
         await _problem(pc, checkpoint(1, 2, 1, scope_id=scope)) for scope in (OTHER_SCOPE, "0c" * 16)
     ]
     assert foreign == unknown == (registry.SCOPE_DENIED, "")
+    for epoch in (2, 3, 4):  # nor is a session of another scope told of
+        assert await _problem(pc, checkpoint(1, epoch, 1, scope_id=OTHER_SCOPE), "ii3") == foreign
     with refused(registry.INCOMPATIBLE):
         await pc.put("ii2", checkpoint(1, 2, 1, compat_id=OTHER_COMPAT))
     with refused(registry.STALE_EPOCH):
@@ -124,9 +119,9 @@ async def test_a_checkpoint_is_checked_in_order(pc: World) -> None:
     assert await pc.put("ii1", checkpoint(1, 3, 2), session_id(1).upper()) == (False, 3, 2)
 
 
-async def _problem(pc: World, made: Any) -> tuple[registry.ProblemType, str]:
+async def _problem(pc: World, made: Any, name: str = "ii2") -> tuple[registry.ProblemType, str]:
     with pytest.raises(KvspError) as error:
-        await pc.put("ii2", made)
+        await pc.put(name, made)
     return error.value.problem, error.value.detail
 
 

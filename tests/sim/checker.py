@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from kvsp.protocol.records import CheckpointReply, InstanceStatus, Sampler, SessionCheckpoint
+from kvsp.protocol.records import (
+    CheckpointReply,
+    InstanceStatus,
+    ReshardRequest,
+    Sampler,
+    SessionCheckpoint,
+    ShardMap,
+)
 from tests.sim.engine import STOP, prompt_name, undisturbed
 from tests.sim.kernel import Kernel, Node
 from tests.sim.storage import BLOCK_TOKENS, keys_of
@@ -80,6 +87,8 @@ class Checker:
         self._sessions: Mapping[str, OnDisk] = {}
         self._views: dict[str, _View] = {}
         self._boots: dict[str, int] = {}
+        self._maps: Mapping[str, ShardMap] = {}
+        self._committed: dict[str, int] = {}  # of each map, as anybody was told
 
     def fail(self, *words: object) -> None:
         raise InvariantError(" ".join(map(str, words)))
@@ -189,6 +198,36 @@ class Checker:
         row = self._sessions.get(session)
         if row is not None and row.epoch == epoch and row.checkpoint is not None:
             self.need(row.instance == instance, session, "is told to be at", instance, "on disk", row.instance)
+
+    # --- groups ---
+
+    def maps(self, maps: Mapping[str, ShardMap]) -> None:
+        """A transaction is on disk: an authoritative version never goes back, nor do its tokens become others."""
+        for name, shard_map in maps.items():
+            before = self._maps.get(name)
+            if before is not None:
+                self.need(shard_map.version >= before.version, name, "regresses to version", shard_map.version)
+        self._maps = dict(maps)
+
+    def sends(self, request: ReshardRequest) -> None:
+        """The controller tells a member: a commit that is on disk, or an abort of what was never committed."""
+        name, committed = request.map, self._committed.get(request.map, 1)
+        if isinstance(request.commit, int):
+            on_disk = self._maps.get(name)
+            self.need(
+                on_disk is None or on_disk.version >= request.commit, name, "is committed before it is on disk"
+            )
+            self._committed[name] = max(committed, request.commit)
+        elif isinstance(request.abort, int):
+            self.need(request.abort > committed, name, "aborts the committed version", request.abort)
+
+    def commits(self, instance: Node, name: str, version: int) -> None:
+        """ "Version v remains authoritative until" the controller has decided (R-193)."""
+        self.need(
+            version <= self._committed.get(name, 1), instance, "commits", name, version, "that nobody decided"
+        )
+
+    # --- instances' reports ---
 
     def status_accepted(self, controller: Node, status: InstanceStatus, state: str) -> None:
         """A status is taken over, though not on disk yet; `state` is the controller's answer (R-103)."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvsp.protocol.records import Sampler
+from services.placement.settings import GroupSettings
 from tests.sim import faults
 from tests.sim.checker import Checker, Request
 from tests.sim.engine import STOP
@@ -22,6 +23,8 @@ INSTANCES: Final = 3
 REQUESTS: Final = 12
 SETTLE_MS: Final = 60_000
 """Within this time after the last fault every session must have ended."""
+RESIZES: Final = 20
+GROUPS: Final = GroupSettings(tokens=8, prefill_tokens=8, decode_tokens=50, members_max=3, deadline_ms=800)
 REST_MS: Final = 60_000
 """And within this time after that nothing may be left of any."""
 
@@ -63,6 +66,23 @@ class Cluster:
     @property
     def nodes(self) -> list[Node]:
         return [self.index, *self.holders, self.placement, *self.instances, self.frontend]
+
+    def shard(self) -> None:
+        """Contexts may be sharded, and an operator resizes them now and then."""
+        self.placement.groups = replace(GROUPS, instances=frozenset(self.placement.instances))
+        for _ in range(RESIZES):
+            at_ms, members = (
+                self.kernel.random.randint(500, faults.END_MS),
+                self.kernel.random.randint(1, INSTANCES),
+            )
+            self.kernel.after(at_ms, lambda members=members: self._resize(members))  # type: ignore[misc]
+
+    def _resize(self, members: int) -> None:
+        running = [
+            name for name, request in self.checker.requests.items() if request.tokens and not request.outcome
+        ]
+        if running:
+            self.placement.resize(self.kernel.random.choice(running), members)
 
     def start(self) -> None:
         for node in self.nodes:
@@ -140,6 +160,8 @@ def run(seed: int, trace: Callable[[str], None] | None = None, profile: Profile 
     """One run of one seed. Raises InvariantError, or whatever a state raises that it should not."""
     cluster = Cluster(seed, trace)
     chosen = profile or PROFILES[seed % len(PROFILES)]
+    if seed // len(PROFILES) % 2:
+        cluster.shard()
     cluster.run(chosen)
     kernel = cluster.kernel
     return Outcome(seed, chosen.name, kernel.events, dict(kernel.counts))

@@ -61,14 +61,19 @@ class Job:
     run: str = ""
     cancelled: bool = False
     blocks_done: int = 0
+    group: str = ""  # the map whose members have the context together, "": it is all here
 
 
 class EngineModel:
     """Up to BATCH jobs at a time, the rest in a queue; events come on the node's own time."""
 
-    def __init__(self, node: Node, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self, node: Node, report: Callable[[Event], None], attend: Callable[[Job, Callable[[], None]], None]
+    ) -> None:
+        """`attend(job, proceed)` calls `proceed` once a sharded context is there for one more token."""
         self._node = node
         self._report = report
+        self._attend = attend
         self._running: list[Job] = []
         self._queue: list[Job] = []
         self._runs = 0
@@ -114,6 +119,12 @@ class EngineModel:
                 self._decode(job)
 
     def _decode(self, job: Job) -> None:
+        if job.group and not job.cancelled:
+            self._attend(job, lambda: self._sample(job))
+        else:
+            self._sample(job)
+
+    def _sample(self, job: Job) -> None:
         if job.cancelled:
             return
         token = next_token(job.prompt, job.sampler, job.step, job.output[-1] if job.output else 0, job.run)

@@ -17,6 +17,7 @@ from services.instance.settings import Settings
 from services.instance.state import InstanceState
 from tests.sim.checker import Checker, Request
 from tests.sim.engine import BATCH, EngineModel, Job, prompt_name
+from tests.sim.grouped import GroupPart
 from tests.sim.kernel import Future, Kernel, Node
 from tests.sim.network import Network, Stream, UnreachableError
 from tests.sim.storage import BLOCK_TOKENS, COMPAT, SCOPE, SCOPE_KEY, HolderNode, digested_of, identity
@@ -87,7 +88,10 @@ class InstanceNode(Node):
             prompt_wait_ms=PATIENCE_MS,
         )  # fmt: skip
         self.state = InstanceState(settings, {SCOPE.hex(): SCOPE_KEY}, lambda _: self.holders, self.now_ms)
-        self.engine = EngineModel(self, self._event)
+        self.groups = GroupPart(self)
+        self.engine = EngineModel(
+            self, self._event, lambda job, proceed: self.spawn(self.groups.attend_all(job, proceed))
+        )
         self._readers: list[_Reader] = []
         self._prompts: dict[tuple[str, int], Future[list[int]]] = {}
         self._stopped: set[object] = set()
@@ -157,6 +161,11 @@ class InstanceNode(Node):
 
     # --- what the state wants done ---
 
+    def fenced(self, session: str, epoch: int) -> None:
+        """The controller has given the session another epoch."""
+        self.state.sessions.checkpoint_refused(self.now_ms, session, epoch)
+        self._act()
+
     def _act(self) -> None:
         for instruction in self.state.instructions():
             self._carry_out(instruction)
@@ -186,7 +195,7 @@ class InstanceNode(Node):
                 self._stopped.add(instruction.directive)
             case rules.SendStatus():
                 self.spawn(self._status(instruction))
-            case rules.EmptyDevice():
+            case rules.EmptyDevice() | rules.UseDevice():
                 pass
 
     def _need_active(self, what: str) -> None:
@@ -247,7 +256,8 @@ class InstanceNode(Node):
     async def _begin(self, start: rules.StartSession) -> None:
         """Load what can be had, wait for the prompt where it is needed, and compute."""
         name = (start.session, start.epoch)
-        cached = await self._load_prefix(start)
+        group = start.session if self.groups.member.rules.knows(start.session) else ""
+        cached = 0 if group else await self._load_prefix(start)
         if name not in self._stopped and cached * BLOCK_TOKENS < start.known_from:
             self.kernel.count("prompt needed")
             waiting = self._prompt_of(*name)
@@ -255,7 +265,9 @@ class InstanceNode(Node):
             self._act()
             await waiting
         if name not in self._stopped:
-            self.engine.submit(self._job(start, cached))
+            job = self._job(start, cached)
+            job.group = group
+            self.engine.submit(job)
 
     def _job(self, start: rules.StartSession, cached: int) -> Job:
         blocks = start.prompt_tokens // BLOCK_TOKENS

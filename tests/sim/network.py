@@ -151,6 +151,11 @@ class Stream(Generic[T]):
         self._last_ms = 0
         self._dead = False
 
+    @property
+    def is_open(self) -> bool:
+        """What the server's keepalive finds: its reader is there."""
+        return not self._dead and self.reader.life == self._lives[1]
+
     def connect(self, serve: Callable[[], None]) -> None:
         """The connection is made, or refused; a crash of the server resets it."""
         if self.server.up:

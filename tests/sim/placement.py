@@ -11,13 +11,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from kvsp.protocol import estimate, registry
-from kvsp.protocol.errors import KvspError
+from kvsp.protocol import estimate, registry, reshard
+from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.protocol.records import CheckpointReply, InstanceStatus, SessionCheckpoint
+from kvsp.protocol.reshard import GroupContext
 from services.placement import instructions as todo
 from services.placement.cost import checkpoint_keys
+from services.placement.groups import LIFETIME_MS, ForgetMap, MapRow, Settled
 from services.placement.instructions import Binding, Forget, InstanceRow, Row, SessionRow
-from services.placement.settings import Settings
+from services.placement.settings import GroupSettings, Settings
 from services.placement.state import PlacementState
 from tests.sim.checker import Checker
 from tests.sim.kernel import Future, Kernel, Node
@@ -25,6 +27,7 @@ from tests.sim.network import Network, Stream, UnreachableError
 from tests.sim.storage import BLOCK_TOKENS, COMPAT, SCOPE_KEY, IndexNode
 
 if TYPE_CHECKING:
+    from tests.sim.grouped import GroupPart
     from tests.sim.instance import InstanceNode
 
 OWNER: Final = "spiffe://sim/fe"
@@ -52,23 +55,26 @@ class PlacementNode(Node):
         self.instances: dict[str, InstanceNode] = {}
         self.disk: dict[tuple[str, str], Row] = {}
         self.doom: Callable[[], bool] | None = None
+        self.groups = GroupSettings()
         self._timer = 0
 
     def boot(self) -> None:
         settings = Settings(
             sleep_allowed=True, prefetch_deadline_ms=2_000, prefetch_lease_ms=2_000, retry_ms=500,
-            session_idle_ms=20_000, ended_ms=10_000,
+            session_idle_ms=20_000, unfollowed_ms=15_000, ended_ms=10_000, groups=self.groups,
         )  # fmt: skip
+        self._followers: dict[str, list[tuple[Stream[Binding], Future[None]]]] = {}
         self.state = PlacementState(
             settings,
             new_id=lambda: str(uuid.UUID(int=self.kernel.random.getrandbits(128))),
             block_tokens={COMPAT.hex(): BLOCK_TOKENS},
+            is_followed=lambda session: any(stream.is_open for stream, _ in self._followers.get(session, ())),
             rows=list(self.disk.values()),
             now_ms=self.now_ms,
         )
         self._open: _Batch | None = None
         self._writing: _Batch | None = None
-        self._followers: dict[str, list[tuple[Stream[Binding], Future[None]]]] = {}
+        self._forming: dict[str, Future[None]] = {}
         self.spawn(self._act())
 
     def left_over(self) -> list[str]:
@@ -114,6 +120,7 @@ class PlacementNode(Node):
         binding = made.binding
         self.checker.chosen(self, binding.instance, "a request")
         await self._act()
+        await self._formed(binding.session)
         self.checker.told(binding.session, binding.epoch, binding.instance)
         self.log("assign", binding.session[-2:], "to", binding.instance)
         return binding
@@ -124,6 +131,7 @@ class PlacementNode(Node):
         follower = (stream, over)
         self._followers.setdefault(session, []).append(follower)
         await self._act()
+        await self._formed(session)
         if not over.done:
             binding = self.state.binding(OWNER, session)
             if binding is not None:
@@ -135,6 +143,23 @@ class PlacementNode(Node):
             self.state.end(OWNER, session, self.now_ms)
         finally:
             await self._act()
+
+    async def lost_group(self, sender: str, name: str) -> None:
+        try:
+            self.state.groups.lost([sender], name, self.now_ms)
+        finally:
+            await self._act()
+
+    def resize(self, session: str, members: int) -> None:
+        """An operator's command."""
+
+        def begin() -> None:
+            with suppress(KvspError):
+                self.state.groups.resize(session, members, self.now_ms)
+                self.kernel.count("resizes")
+            self.spawn(self._act())
+
+        self.enter(begin)
 
     def operate(self, uri: str, wanted: str, *, insist: bool = False) -> None:
         """An operator's command; insisting, it is given until the instance is in that state."""
@@ -183,11 +208,12 @@ class PlacementNode(Node):
             self._boundary()
             await self.sleep(self.kernel.random.randint(0, WRITE_MS))
             for key, row in batch.rows.items():
-                if isinstance(row, Forget):
+                if isinstance(row, Forget | ForgetMap):
                     self.disk.pop(todo.key_of(row), None)
                 else:
                     self.disk[key] = row
             self.checker.persisted(*_seen(self.disk))
+            self.checker.maps({row.map.map: row.map for row in self.disk.values() if isinstance(row, MapRow)})
             self._boundary()
             self._writing = None
             for call in batch.then:
@@ -247,11 +273,83 @@ class PlacementNode(Node):
                 for stream, _ in self._followers.get(instruction.binding.session, []):
                     self._tell(stream, instruction.binding)
             case todo.Ended():
+                problem = instruction.problem
                 for stream, over in self._followers.pop(instruction.session, []):
-                    stream.close()
+                    stream.close(None if problem is None else KvspError(problem))
                     over.set(None)
             case todo.WantInstance():
                 self.kernel.count("instances wanted")
+            case todo.Form():
+                self._forming[instruction.context.map.map] = Future()
+                self.spawn(self._form(instruction.context))
+            case todo.Reshard():
+                self.checker.sends(instruction.request)
+                self.spawn(self._reshard(instruction))
+            case todo.SendLeave():
+                self.spawn(self._leave(instruction.instance, instruction.map))
+            case Settled():
+                self.kernel.count("reshards committed" if instruction.committed else "reshards aborted")
+
+    # --- groups ---
+
+    async def _formed(self, session: str) -> None:
+        if session in self._forming:
+            await self._forming[session]
+
+    async def _form(self, context: GroupContext) -> None:
+        name, members = context.map.map, sorted(reshard.held(context.map))
+        joined = [await self._join(uri, context) for uri in members]
+        if not all(joined):
+            for uri in members:
+                await self._leave(uri, name)
+        self.kernel.count("groups formed" if all(joined) else "groups not formed")
+        self.state.groups.formed(context.map, self.now_ms, ok=all(joined))
+        await self._act()
+        self._forming.pop(name).set(None)
+
+    async def _join(self, uri: str, context: GroupContext) -> bool:
+        try:
+            await self._member(uri, lambda groups: groups.join(context))
+        except (KvspError, UnreachableError):
+            return False
+        return True
+
+    async def _leave(self, uri: str, name: str) -> None:
+        await self._try(self._member(uri, lambda groups: groups.leave(name)))
+
+    async def _reshard(self, send: todo.Reshard) -> None:
+        name, is_plan = send.request.map, send.context is not None
+        try:
+            if send.context is not None:
+                await self._member(send.instance, lambda groups: groups.join(send.context))
+                if not self.state.groups.is_waited_for(name, send.step):
+                    return
+            timeout_ms = self.groups.deadline_ms if is_plan else LIFETIME_MS
+            await self._member(send.instance, lambda groups: groups.reshard(send.request), timeout_ms)
+        except UnreachableError:
+            if not is_plan:
+                return  # it is told again
+            ok = False
+        except KvspError as error:
+            self.log("not resharded", name[-2:], send.instance, error)
+            ok = False
+        else:
+            ok = True
+        self.state.groups.answered(name, send.step, send.instance, self.now_ms, ok=ok)
+        await self._act()
+
+    async def _member(
+        self, uri: str, handle: Callable[[GroupPart], Coroutine[Any, Any, None]], timeout_ms: int = LIFETIME_MS
+    ) -> None:
+        """A call that arrives before it is given up, or not at all: its deadline travels with it."""
+        instance, until_ms = self.instances[uri], self.kernel.now_ms + timeout_ms
+
+        async def arrive() -> None:
+            if self.kernel.now_ms > until_ms:
+                raise unavailable("too late")
+            await handle(instance.groups)
+
+        await self.network.call(self, instance, arrive, timeout_ms)
 
     def _tell(self, stream: Stream[Binding], binding: Binding) -> None:
         self.checker.told(binding.session, binding.epoch, binding.instance)
@@ -284,7 +382,8 @@ class PlacementNode(Node):
             await self.network.call(self, instance, lambda: instance.resume_session(request))
         except (KvspError, UnreachableError) as error:
             self.log("not resumed", session[-2:], epoch, error)
-            self.state.resume_failed(session, epoch, self.now_ms)
+            problem = error.problem if isinstance(error, KvspError) else registry.UNAVAILABLE
+            self.state.resume_failed(session, epoch, problem, self.now_ms)
         else:
             self.kernel.count("migrations")
             self.state.resumed(session, epoch, self.now_ms)

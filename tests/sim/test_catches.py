@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvsp.protocol.records import CheckpointReply, InstanceStatus, SessionCheckpoint
+from kvsp.protocol.records import CheckpointReply, InstanceStatus, ReshardRequest, SessionCheckpoint, ShardMap
 from services.frontend.state import Delivery
 from services.holder.leases import Leases
 from services.instance import lifecycle
 from services.instance.session import Session
 from services.instance.sessions import Sessions
+from services.instance.shards import Shards, parts
 from services.instance.state import InstanceState
 from services.placement.fleet import Instance
+from services.placement.groups import Groups, MapRow
 from services.placement.instructions import NOBODY, Row
 from services.placement.migration import Migration
 from services.placement.outbox import Outbox
@@ -182,6 +184,46 @@ def test_a_lower_offset_recorded(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(PlacementState, "checkpoint", newest)
     assert "altered" in caught("rain")
+
+
+# --- groups ---------------------------------------------------------------------------
+
+GROUPED = len(PROFILES)
+"""From this seed on contexts are sharded."""
+
+
+def test_ranges_released_before_the_commit(monkeypatch: Patch) -> None:
+    plan = Shards.plan
+
+    def hasty(self: Shards, request: ReshardRequest) -> bool:
+        is_new = self.under_way(request.map) is None
+        done = plan(self, request)
+        if is_new:
+            self._drop(request.map, parts(request).release)
+        return done
+
+    monkeypatch.setattr(Shards, "plan", hasty)
+    assert "does not hold" in caught("calm", first=GROUPED, seeds=9)
+
+
+def test_a_decision_told_before_it_is_on_disk(monkeypatch: Patch) -> None:
+    save = Groups._save
+
+    def late(self: Groups, group: Any) -> None:
+        if group.step is None or group.step.decision != "commit":
+            save(self, group)
+
+    monkeypatch.setattr(Groups, "_save", late)
+    assert "before it is on disk" in caught("calm", first=GROUPED, seeds=9)
+
+
+def test_a_commit_forgotten_by_a_restart(monkeypatch: Patch) -> None:
+    def recover(self: Groups, group: Any, row: MapRow, new: ShardMap, now_ms: int) -> None:
+        group.step = self._step(new, row.members, now_ms)
+        self._decide(group, "abort", now_ms)
+
+    monkeypatch.setattr(Groups, "_recover", recover)
+    assert "aborts the committed version" in caught("storm", first=3 * GROUPED, seeds=9)
 
 
 # --- lifecycle, liveness, what is left ------------------------------------------------

@@ -17,7 +17,7 @@ BATCH = 10
 
 @pytest.mark.spec(
     "R-102", "R-103", "R-108", "R-172", "R-173", "R-174", "R-175", "R-176", "R-177", "R-178", "R-179", "R-180",
-    "R-181", "U-34", "U-35", "D12",
+    "R-181", "R-192", "R-193", "R-194", "R-196", "U-34", "U-35", "U-38", "D12",
 )  # fmt: skip
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_no_fault_shows_in_what_clients_get(first: int) -> None:
@@ -41,3 +41,10 @@ def test_one_seed_is_one_run() -> None:
         run(PROFILES.index(PROFILES[-1]), trace.append)
     assert traces[0] == traces[1]
     assert len(traces[0]) > 50
+
+
+def test_contexts_are_sharded_and_resized_in_every_second_round_of_seeds() -> None:
+    for seed in (0, len(PROFILES)):
+        counts = run(seed).counts
+        for what in ("groups formed", "reshards committed", "attended"):
+            assert bool(counts.get(what)) == bool(seed)
