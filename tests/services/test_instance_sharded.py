@@ -111,7 +111,7 @@ async def test_models_of_many_kinds_are_sharded(name: str) -> None:
         assert_same(await runs.finished(), expected, one)
 
 
-@pytest.mark.parametrize("name", CONFIGS.keys() - set(WHOLE))
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WHOLE])
 def test_models_that_do_not_see_every_token_alike_are_not_sharded(name: str) -> None:
     model, descriptor = model_of(name)
     one = TorchEngine(model, descriptor, chunk_tokens=CHUNK)
