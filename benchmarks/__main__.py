@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.measure import Row
 
-NAMES = ("blocks", "lookup", "memory", "placement", "replay", "fleet")
+NAMES = ("blocks", "lookup", "memory", "placement", "replay", "fleet", "groups")
 COLUMNS = ("what", "ours", "figure", "peer", "peer's figure", "ratio", "spread")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import redis as redis_client
 
 from benchmarks import peers
 from benchmarks.measure import Row, Timing, interleaved
-from benchmarks.stack import COMPAT, Bench, bench_stack, make_container, make_key
+from benchmarks.stack import COMPAT, Bench, behind_envoy, bench_stack, make_container, make_key
 from kvsp.client import Client
 from kvsp.protocol.records import ReplicaRecord
 
@@ -34,10 +35,15 @@ def run() -> list[Row]:
         with (
             peers.nginx(work / "nginx", files, bench.server_tls) as nginx,
             peers.redis(work / "redis", bench.server_tls) as port,
+            behind_envoy(bench.layout, work / "sink", "sink", _sink) as sink,
         ):
             for size, turns in SIZES.items():
-                rows += _size(bench, files, nginx, _redis(bench, port), size, *turns)
+                rows += _size(bench, files, nginx, sink, _redis(bench, port), size, *turns)
     return rows
+
+
+def _sink(socket: Path) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.sink", str(socket)]
 
 
 def _redis(bench: Bench, port: int) -> redis_client.Redis:
@@ -52,7 +58,14 @@ def _redis(bench: Bench, port: int) -> redis_client.Redis:
 
 
 def _size(
-    bench: Bench, files: Path, nginx: str, redis: redis_client.Redis, size: int, rounds: int, calls: int
+    bench: Bench,
+    files: Path,
+    nginx: str,
+    sink: str,
+    redis: redis_client.Redis,
+    size: int,
+    rounds: int,
+    calls: int,
 ) -> list[Row]:
     label = f"{size // MIB} MiB"
     octets = make_container(size)
@@ -64,7 +77,7 @@ def _size(
     buffer = bytearray(size)
     with (
         bench.client(frozenset({nginx}), verify=False, http2_blocks=True) as h2,
-        bench.client(frozenset({nginx}), verify=False) as h1,
+        bench.client(frozenset({nginx, sink}), verify=False) as h1,
         bench.client() as verifying,
     ):
         verifying.put(bench.holder, COMPAT, bench.scope_id, key, octets)
@@ -88,9 +101,9 @@ def _size(
         numbers = itertools.count()
         sha256 = hashlib.sha256(octets).digest()
 
-        def put(client: Client, known: bytes | None) -> Callable[[], object]:
+        def put(client: Client, known: bytes | None, holder: str = bench.holder) -> Callable[[], object]:
             return lambda: client.put(
-                bench.holder, COMPAT, bench.scope_id, make_key("put", size, next(numbers)), octets, sha256=known
+                holder, COMPAT, bench.scope_id, make_key("put", size, next(numbers)), octets, sha256=known
             )
 
         puts = interleaved(
@@ -98,6 +111,8 @@ def _size(
                 "kvsp h2": put(h2, None),
                 "kvsp h1": put(h1, None),
                 "kvsp known": put(h1, sha256),
+                "sink": put(h1, None, sink),
+                "sink known": put(h1, sha256, sink),
                 "redis": lambda: redis.set("put", octets),
             },
             rounds,
@@ -123,6 +138,16 @@ def _size(
         row("PUT", "digests checked, h2", puts["kvsp h2"], "Redis TLS SET", puts["redis"]),
         row("PUT", "digests checked, HTTP/1.1", puts["kvsp h1"], "Redis TLS SET", puts["redis"]),
         row("PUT", "digests checked, SHA-256 known, HTTP/1.1", puts["kvsp known"], "Redis TLS SET", puts["redis"]),
+        # What the machine allows: the same client and Envoy, and nothing behind them that hashes or keeps a block.
+        row("PUT", "digests checked, HTTP/1.1", puts["kvsp h1"], "sink behind Envoy", puts["sink"]),
+        row(
+            "PUT",
+            "digests checked, SHA-256 known, HTTP/1.1",
+            puts["kvsp known"],
+            "sink behind Envoy, SHA-256 known",
+            puts["sink known"],
+        ),
+        row("PUT", "sink behind Envoy, SHA-256 known", puts["sink known"], "Redis TLS SET", puts["redis"]),
     ]
 
 

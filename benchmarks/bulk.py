@@ -1,10 +1,12 @@
 """Blocks from a holder process into memory of this one, by every transport, beside what else moves octets.
 
+    python -m benchmarks bulk
     python -m benchmarks.bulk [--rounds 5] [--sizes 2M,32M] [--at-once 1,4] [--mooncake PYTHON] [--only NAME,...]
 
-All contenders take turns in each round; the table shows medians in GB/s. Transports are timed from the first octet
-asked for to the last one in place, the transfers having been agreed before; `open+` adds the control channel.
-`--mooncake` is the Python of an environment with `mooncake-transfer-engine-non-cuda`, which is a peer then.
+All contenders take turns in each round; the table shows medians. Transports are timed from the first octet asked
+for to the last one in place, the transfers having been agreed before; `open+` adds the control channel.
+`--mooncake` or KVSP_BENCH_MOONCAKE is the Python of an environment with `mooncake-transfer-engine-non-cuda`,
+which is a peer then.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import uvloop
 
 from benchmarks import bulk_peers
+from benchmarks.__main__ import cells
 from benchmarks.holder_control import BASE_URI, CLIENT, POLICY, name
+from benchmarks.measure import Row, Timing, summary
 from kvsp.bulk.holder import HolderClient, OpenedTransfer
 from kvsp.protocol import container
 from kvsp.rpc.channel import open_channel
@@ -56,17 +59,20 @@ START = "import pathlib, sys; from services.holder.server import run; run(pathli
 Contender = Callable[[int, int, int], Awaitable[float]]
 """(octets of a block, blocks in flight, blocks) -> seconds."""
 
-TARGETS = [
-    # what, contender, beside, factor, sizes, in flight
-    ("shm / memcpy", "shm", "memcpy", 0.8, [2 * MIB, 32 * MIB], [1]),
-    ("shm / grpc", "shm", "grpc", 4.0, [2 * MIB], [1, 4]),
-    ("ucx trusted / bare ucxx", "ucx trusted", "bare ucxx", 0.8, SIZES, [1]),
-    ("ucx sealed / grpc", "ucx sealed", "grpc", 1.5, [2 * MIB], [1, 4]),
-    ("ucx trusted / grpc", "ucx trusted", "grpc", 1.5, [2 * MIB], [1, 4]),
-    ("ucx sealed / Mooncake", "ucx sealed", "mooncake", 1.0, [2 * MIB, 32 * MIB], [1, 4]),
-    ("ucx sealed / trusted", "ucx sealed", "ucx trusted", 0.65, SIZES, AT_ONCE),
-    ("ucx verified / least of ucx, SHA-256", "ucx verified", "ucx or sha", 0.85, [2 * MIB, 32 * MIB], [1, 4]),
-    ("shm verified / least of shm, SHA-256", "shm verified", "shm or sha", 0.85, [2 * MIB, 32 * MIB], [1, 4]),
+TARGETS: list[tuple[str, str, float, list[int], list[int]]] = [
+    # contender, the slowest of which it stands beside, the ratio asked for (0: none), sizes, in flight
+    ("shm", "memcpy", 0.8, [2 * MIB, 32 * MIB], [1]),
+    ("shm", "grpc", 4.0, [2 * MIB], [1, 4]),
+    ("ucx trusted", "bare ucxx", 0.8, SIZES, [1]),
+    ("ucx trusted", "perftest", 0, SIZES, [1]),
+    ("ucx trusted", "grpc", 1.5, [2 * MIB], [1, 4]),
+    ("ucx sealed", "grpc", 1.5, [2 * MIB], [1, 4]),
+    ("ucx sealed", "ucx trusted", 0.65, SIZES, AT_ONCE),
+    ("ucx sealed", "mooncake", 1.0, [2 * MIB, 32 * MIB], [1, 4]),
+    ("ucx sealed", "raw tcp", 0, [2 * MIB, 32 * MIB], [1, 4]),
+    ("ucx sealed", "redis", 0, [2 * MIB, 32 * MIB], [1, 4]),
+    ("ucx verified", "ucx sealed or sha256", 0.85, [2 * MIB, 32 * MIB], [1, 4]),
+    ("shm verified", "shm or sha256", 0.85, [2 * MIB, 32 * MIB], [1, 4]),
 ]
 
 
@@ -194,6 +200,7 @@ async def contenders(mooncake: Path | None) -> AsyncIterator[dict[str, Contender
             "grpc": Blocks(clients["grpc sealed"]),
             "raw tcp": _peer(stack.enter_context(bulk_peers.raw_tcp())),
             "bare ucxx": _peer(stack.enter_context(bulk_peers.bare_ucxx())),
+            "perftest": _peer(bulk_peers.perftest),
             "redis": _peer(stack.enter_context(bulk_peers.redis(folder))),
         }
         if mooncake is not None:
@@ -201,8 +208,8 @@ async def contenders(mooncake: Path | None) -> AsyncIterator[dict[str, Contender
         yield made
 
 
-async def measure(made: dict[str, Contender], size: int, at_once: int, rounds: int) -> dict[str, float]:
-    """GB/s of each, medians of turns."""
+async def measure(made: dict[str, Contender], size: int, at_once: int, rounds: int) -> dict[str, Timing]:
+    """What a block takes with each, medians of turns."""
     counts: dict[str, int] = {}
     for label, contender in made.items():
         once = await contender(size, at_once, at_once) / at_once
@@ -210,30 +217,46 @@ async def measure(made: dict[str, Contender], size: int, at_once: int, rounds: i
     samples: dict[str, list[float]] = {label: [] for label in made}
     for _ in range(rounds):
         for label, contender in made.items():
-            seconds = await contender(size, at_once, counts[label])
-            samples[label].append(counts[label] * size / seconds / 1e9)
-    return {label: statistics.median(each) for label, each in samples.items()}
+            samples[label].append(await contender(size, at_once, counts[label]) / counts[label])
+    return {label: summary(each) for label, each in samples.items()}
 
 
-def report(rates: dict[tuple[int, int], dict[str, float]]) -> None:
-    """Ratios beside their targets."""
-    print("\nratios, with the target")
-    for what, ours, beside, factor, sizes, flights in TARGETS:
-        for (size, at_once), rate in rates.items():
-            if size not in sizes or at_once not in flights:
-                continue
-            floor = _beside(rate, beside)
-            if ours in rate and floor:
-                ratio = rate[ours] / floor
-                mark = "ok" if ratio >= factor else "MISSED"
-                print(f"{what:38} {text(size):>8} x{at_once:<3} {ratio:6.2f}  >= {factor:4.2f}  {mark}")
+Measured = dict[tuple[int, int], dict[str, Timing]]
+"""By octets of a block and blocks in flight."""
 
 
-def _beside(rate: dict[str, float], label: str) -> float | None:
-    if label.endswith(" or sha"):
-        unverified = {"ucx": "ucx sealed", "shm": "shm"}[label.partition(" ")[0]]
-        return min(rate.get(unverified, 0.0), rate.get("sha256", 0.0))
-    return rate.get(label)
+async def bench(arguments: argparse.Namespace) -> Measured:
+    """Measure all, and print what each makes in GB/s."""
+    found: Measured = {}
+    async with contenders(arguments.mooncake) as all_of_them:
+        made = (
+            {label: all_of_them[label] for label in arguments.only.split(",")} if arguments.only else all_of_them
+        )
+        print("GB/s".ljust(14) + " ".join(f"{label:>12}" for label in made))
+        for size in arguments.sizes:
+            for at_once in arguments.at_once:
+                timings = found[size, at_once] = await measure(made, size, at_once, arguments.rounds)
+                row = " ".join(f"{size / each.seconds / 1e9:>12.2f}" for each in timings.values())
+                print(f"{text(size):>8} x{at_once:<3} " + row, flush=True)
+    return found
+
+
+def rows(found: Measured) -> list[Row]:
+    """Ours beside what each was compared with, and what was asked for."""
+    made = []
+    for ours, beside, factor, sizes, flights in TARGETS:
+        for (size, at_once), timings in found.items():
+            peer, their = _beside(timings, beside)
+            if size in sizes and at_once in flights and ours in timings and their is not None:
+                what = f"{text(size)}, {at_once} in flight" + (f" (asked for: {factor:g})" if factor else "")
+                made.append(Row.rate(what, ours, timings[ours], peer, their, size))
+    return made
+
+
+def _beside(timings: dict[str, Timing], label: str) -> tuple[str, Timing | None]:
+    """Which it is, and its time: of several, the slowest."""
+    found = [(each, timings[each]) for each in label.split(" or ") if each in timings]
+    return max(found, key=lambda each: each[1].seconds) if found else (label, None)
 
 
 def text(size: int) -> str:
@@ -247,29 +270,21 @@ def octets(words: str) -> list[int]:
     return [int(word[:-1]) * units[word[-1]] for word in words.split(",")]
 
 
-async def bench(arguments: argparse.Namespace) -> None:
-    rates: dict[tuple[int, int], dict[str, float]] = {}
-    async with contenders(arguments.mooncake) as all_of_them:
-        made = (
-            {label: all_of_them[label] for label in arguments.only.split(",")} if arguments.only else all_of_them
-        )
-        print("GB/s".ljust(14) + " ".join(f"{label:>12}" for label in made))
-        for size in arguments.sizes:
-            for at_once in arguments.at_once:
-                rate = rates[size, at_once] = await measure(made, size, at_once, arguments.rounds)
-                row = " ".join(f"{each:>12.2f}" for each in rate.values())
-                print(f"{text(size):>8} x{at_once:<3} " + row, flush=True)
-    report(rates)
-
-
-def main() -> None:
+def run(arguments: Sequence[str] = ()) -> list[Row]:
+    """Rows of the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=octets, default=SIZES)
     parser.add_argument("--at-once", type=lambda words: [int(word) for word in words.split(",")], default=AT_ONCE)
-    parser.add_argument("--mooncake", type=Path)
+    parser.add_argument("--mooncake", type=Path, default=os.environ.get("KVSP_BENCH_MOONCAKE"))
     parser.add_argument("--only", default="")
-    uvloop.run(bench(parser.parse_args()))
+    return rows(uvloop.run(bench(parser.parse_args(arguments))))
+
+
+def main() -> None:
+    """Print the rows."""
+    for row in run(sys.argv[1:]):
+        print(" | ".join(cells(row)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Each gives `Run`: move `count` blocks of `size`, `at_once` in flight, into memor
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -19,9 +20,13 @@ from typing import Any
 from benchmarks.peers import _process as process
 from benchmarks.peers import free_port
 from benchmarks.ucx_probe import _bare, serve_bare
+from ucx_transport import library
 
 Run = Callable[[int, int, int], float]
 """Returns seconds."""
+
+PERFTEST_RATE = 5
+"""Which number of its line is MiB a second over the whole run."""
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -115,6 +120,31 @@ def bare_ucxx() -> Iterator[Run]:
         fetch = _bare(None, port)
         assert fetch is not None
         yield lambda size, _, count: sum(fetch(size) for _ in range(count))
+
+
+def perftest(size: int, at_once: int, count: int) -> float:
+    """UCX's own bandwidth test, from the same wheel and with the settings that we give UCX."""
+    home = Path(next(iter(importlib.import_module("libucx").__path__)))
+    settings = {f"UCX_{name}": value for name, value in (library.DEFAULTS | library.WITHOUT_RDMA).items()}
+    command = [str(home / "bin" / "ucx_perftest"), "-p", str(free_port())]
+    environment = {**os.environ, **settings, "LD_LIBRARY_PATH": str(home / "lib")}
+    asked = ["-t", "tag_bw", "-s", str(size), "-n", str(count), "-w", str(at_once), "-O", str(at_once), "-f"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as server:
+        try:
+            answer = _answered([*command, "127.0.0.1", *asked], environment)
+        finally:
+            server.terminate()
+    return size * count / (float(answer.split()[PERFTEST_RATE]) * (1 << 20))
+
+
+def _answered(command: list[str], environment: dict[str, str]) -> str:
+    """What a command says last, once its peer is there."""
+    for _ in range(50):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return done.stdout.strip().splitlines()[-1]
+        time.sleep(0.05)
+    raise RuntimeError(done.stderr)
 
 
 @contextmanager

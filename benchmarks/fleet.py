@@ -59,7 +59,7 @@ KINDS: Final = {True: "deterministic: released at once", False: "released when a
 
 
 @contextmanager
-def stack() -> Iterator[Background]:
+def stack(*, metrics: bool = False) -> Iterator[Background]:
     """A fleet of its own on free ports, removed at the end."""
     os.environ.update(ENGINE_ENVIRONMENT)  # before torch is loaded, as for every engine
     home = Path(tempfile.mkdtemp(prefix="kvsp-bench-"))
@@ -67,7 +67,7 @@ def stack() -> Iterator[Background]:
         layout = Layout(home / ".kvsp", free_port(), free_port())
         layout.make_directories()
         directory = ensure_model(layout.home)[0]
-        settings = Settings([layout.descriptor], model=directory)
+        settings = Settings([layout.descriptor], model=directory, metrics=metrics)
         with running(prepare(layout, settings, lambda _: None, restart=False)) as background:
             yield background
     finally:
@@ -204,14 +204,14 @@ def require(good: bool, complaint: str) -> None:
 
 
 @asynccontextmanager
-async def instance(background: Background) -> AsyncIterator[Instance]:
-    """The instance PLACE, in this process."""
+async def instance(background: Background, place: str = PLACE) -> AsyncIterator[Instance]:
+    """An instance in this process."""
     from services.instance.scheduler import Scheduler
     from services.instance.server import hosted
     from services.instance.torch_engine import load_engine
 
     layout = background.stack.layout
-    config = load(layout.config(PLACE), InstanceConfig)
+    config = load(layout.config(place), InstanceConfig)
     engine = await asyncio.to_thread(
         partial(load_engine, Path(config.model), block_tokens=config.block_tokens, threads=config.threads)
     )
@@ -339,7 +339,8 @@ def run() -> list[Row]:
     return [*_first_tokens(samples), *_costs(samples)]
 
 
-def _row(what: str, ours: str, our: Timing, peer: str, their: Timing) -> Row:
+def timed(what: str, ours: str, our: Timing, peer: str, their: Timing) -> Row:
+    """Times in milliseconds."""
     figures = [f"{1000 * timing.seconds:.0f} ms" for timing in (our, their)]
     ratio = their.seconds / our.seconds
     return Row(what, ours, figures[0], peer, figures[1], ratio, max(our.spread, their.spread))
@@ -350,12 +351,12 @@ def _first_tokens(samples: Samples) -> list[Row]:
     for source in ("own holder", "other holder"):
         what, both = f"first token of {TOKENS} cached, {source}", samples.timing(f"both, {source}")
         alone = max(samples.timing(f"load, {source}"), samples.timing("tail"), key=lambda timing: timing.seconds)
-        rows.append(_row(what, "load and compute overlapped", both, "the longer of both alone", alone))
-        rows.append(_row(what, "load and compute overlapped", both, "from scratch", samples.timing("scratch")))
+        rows.append(timed(what, "load and compute overlapped", both, "the longer of both alone", alone))
+        rows.append(timed(what, "load and compute overlapped", both, "from scratch", samples.timing("scratch")))
     for source in ("own holder", "other holder"):
         seen = samples.timing(f"client: {source}")
         rows.append(
-            _row(
+            timed(
                 f"first token at a client, {source}",
                 "OpenAI API",
                 seen,
@@ -368,8 +369,8 @@ def _first_tokens(samples: Samples) -> list[Row]:
 
 def _costs(samples: Samples) -> list[Row]:
     rows = [
-        _row("first token on a miss", "with lookup, publication", samples.timing("miss"), "engine without kvsp",
-             samples.timing("engine alone"))
+        timed("first token on a miss", "with lookup, publication", samples.timing("miss"), "engine without kvsp",
+              samples.timing("engine alone"))
     ]  # fmt: skip
     for kind in KINDS.values():
         ours, theirs = samples.timing(f"with, {kind}"), samples.timing(f"without, {kind}")
@@ -377,5 +378,7 @@ def _costs(samples: Samples) -> list[Row]:
     resumed = samples.timing("resumed")
     bound = Timing(STATUS_TTL_S + 1.5 * resumed.seconds, resumed.spread)
     kill = samples.timing("kill to next token")
-    rows.append(_row("kill -9 to next token", "at the client", kill, "a status TTL + 1.5 x resume compute", bound))
+    rows.append(
+        timed("kill -9 to next token", "at the client", kill, "a status TTL + 1.5 x resume compute", bound)
+    )
     return rows

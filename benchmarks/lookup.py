@@ -7,11 +7,8 @@ index process grew by is set against its layer digests.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +17,8 @@ import psutil
 
 from benchmarks.fill import fill_index
 from benchmarks.measure import Row, interleaved
-from benchmarks.peers import free_port
-from benchmarks.stack import COMPAT, LAYERS, Bench, bench_stack, make_key
-from deploy.local import envoy, policy
-from deploy.local.envoy import Tuning
+from benchmarks.stack import COMPAT, LAYERS, Bench, behind_envoy, bench_stack, make_key
+from deploy.local import policy
 from deploy.local.layout import Layout
 from kvsp.client import Options
 from kvsp.client.transport import Deadline, Transport
@@ -82,23 +77,10 @@ def _compare(bench: Bench, folder: Path) -> Row:
 @contextmanager
 def plain_fastapi(stack: Layout, folder: Path) -> Iterator[str]:
     """benchmarks/plain_app.py behind an Envoy of its own; yields its base URI."""
-    layout = Layout(folder / ".kvsp", free_port(), free_port())
-    layout.make_directories()
-    for name in ("ca.pem", "envoy.pem", "envoy-key.pem"):
-        (layout.pki / name).write_bytes((stack.pki / name).read_bytes())
-    layout.envoy.write_text(envoy.render(layout, {"is": "/is/"}, Tuning()))
-    commands = [
-        [sys.executable, "-m", "uvicorn", "benchmarks.plain_app:app", "--uds", str(layout.socket("gateway")),
-         "--log-level", "warning", "--no-access-log"],
-        [envoy.find_binary(), "-c", str(layout.envoy), "--concurrency", "2", "--disable-hot-restart",
-         "--log-level", "error", "--base-id", "77"],
-    ]  # fmt: skip
-    environment = {**os.environ, "KVSP_BENCH_BODY": str(folder / "body")}
-    processes = [subprocess.Popen(command, env=environment) for command in commands]
-    try:
-        time.sleep(3)  # a benchmark, not a test: both are up by then
-        yield f"https://localhost:{layout.port}/is/"
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait(10)
+
+    def command(socket: Path) -> list[str]:
+        uvicorn = ["uvicorn", "benchmarks.plain_app:app", "--uds", str(socket), "--log-level", "warning"]
+        return [sys.executable, "-m", *uvicorn, "--no-access-log"]
+
+    with behind_envoy(stack, folder, "is", command, {"KVSP_BENCH_BODY": str(folder / "body")}) as base_uri:
+        yield base_uri

@@ -27,10 +27,11 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int, cal
             for _ in range(calls):
                 call()
             samples[name].append((time.perf_counter() - started) / calls)
-    return {name: _timing(values) for name, values in samples.items()}
+    return {name: summary(values) for name, values in samples.items()}
 
 
-def _timing(values: list[float]) -> Timing:
+def summary(values: list[float]) -> Timing:
+    """Of the times of one contender's turns."""
     low, median, high = statistics.quantiles(values, n=4)
     return Timing(median, (high - low) / median)
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import Tls, free_port
+from deploy.local import envoy
 from deploy.local.configs import Settings
+from deploy.local.envoy import Tuning
 from deploy.local.layout import Layout
-from deploy.local.stack import Background, prepare, running
+from deploy.local.stack import Background, envoy_workers, prepare, running
 from kvsp.client import Client, Credentials, Endpoints, Options
 from kvsp.client.config import load_stack
 from kvsp.protocol import container
@@ -68,6 +72,36 @@ def bench_stack(arena_octets: int = 1 << 30) -> Iterator[Bench]:
             )
     finally:
         shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def behind_envoy(
+    stack: Layout,
+    folder: Path,
+    prefix: str,
+    command: Callable[[Path], list[str]],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """What `command(socket)` starts, behind an Envoy of the same template and certificates; yields a base URI."""
+    layout = Layout(folder / ".kvsp", free_port(), free_port())
+    layout.make_directories()
+    for name in ("ca.pem", "envoy.pem", "envoy-key.pem"):
+        (layout.pki / name).write_bytes((stack.pki / name).read_bytes())
+    layout.envoy.write_text(envoy.render(layout, {prefix: f"/{prefix}/"}, Tuning()))
+    workers = str(envoy_workers())
+    commands = [
+        command(layout.socket("gateway")),
+        [envoy.find_binary(), "-c", str(layout.envoy), "--concurrency", workers, "--disable-hot-restart",
+         "--log-level", "error", "--base-id", "77"],
+    ]  # fmt: skip
+    processes = [subprocess.Popen(each, env={**os.environ, **(environment or {})}) for each in commands]
+    try:
+        time.sleep(3)  # a benchmark, not a test: both are up by then
+        yield f"https://localhost:{layout.port}/{prefix}/"
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(10)
 
 
 def make_container(payload_octets: int) -> bytes:

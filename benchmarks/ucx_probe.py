@@ -106,6 +106,7 @@ def _bare(pipe: Connection | None, port: int = 0) -> Callable[[int], float] | No
     pipe.send(listener.port)
     while not endpoints:
         worker.progress()
+        time.sleep(0.001)  # others are measured meanwhile
     asked = bytearray(8)
     while True:
         wait(endpoints[0].tag_recv(library.array(asked), tags[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,6 +10,7 @@ from typing import Any, Final
 from gateway.config import RoleConfig
 from gateway.exchange import Exchange
 from kvsp.bulk.holder import HolderClient
+from kvsp.bulk.source import SCHEMES
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.routes import Route
 from kvsp.rpc.channel import DEFAULT_TIMEOUT_S, open_channel
@@ -37,11 +38,11 @@ class Backend:
     holder beside it, also while the instance itself is away.
     """
 
-    def __init__(self, config: RoleConfig) -> None:
+    def __init__(self, config: RoleConfig, schemes: Sequence[str] = SCHEMES) -> None:
         self.role = config.role
         self.path = config.path
         self._channel = open_channel(config.backend.address, config.backend.tls)
-        self._authority = common_pb2_grpc.AuthorityStub(self._channel)
+        self.authority = common_pb2_grpc.AuthorityStub(self._channel)
         self.index = index_pb2_grpc.IndexStub(self._channel)
         self.lookups = LookupClient(self._channel, local_socket(config.backend.address))
         self.placement = placement_pb2_grpc.PlacementStub(self._channel)
@@ -52,11 +53,11 @@ class Backend:
         self._holder_channel = open_channel(holder.address, holder.tls) if config.blocks else self._channel
         self._holder_authority = common_pb2_grpc.AuthorityStub(self._holder_channel)
         self.holder = holder_pb2_grpc.HolderStub(self._holder_channel)
-        self.blocks = HolderClient(self._holder_channel, same_host=local is not None, local=local)
+        self.blocks = HolderClient(self._holder_channel, schemes, same_host=local is not None, local=local)
 
-    def authority(self, route: Route) -> common_pb2_grpc.AuthorityAsyncStub:
+    def authority_of(self, route: Route) -> common_pb2_grpc.AuthorityAsyncStub:
         """Of the process that serves the route."""
-        return self._holder_authority if route.rpc.startswith(HOLDER_SERVICE) else self._authority
+        return self._holder_authority if route.rpc.startswith(HOLDER_SERVICE) else self.authority
 
     async def close(self) -> None:
         """End everything that is open."""
@@ -90,7 +91,7 @@ class Call:
             party_id=self.segments.get("holder_id") or self.segments.get("instance_id") or "",
         )
         async with translated():
-            await self.backend.authority(self.route).Authorize(request, **self.rpc)
+            await self.backend.authority_of(self.route).Authorize(request, **self.rpc)
 
     @asynccontextmanager
     async def checking(self) -> AsyncIterator[None]:

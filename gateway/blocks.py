@@ -68,6 +68,7 @@ async def _send(exchange: Exchange, opened: OpenedTransfer, fields: Fields) -> N
     # The pin lapses at its deadline whatever we do; a client that stalls beyond it gets a reset.
     timer = asyncio.get_running_loop().call_at(opened.deadline - PIN_MARGIN_S, connection.abort)
     try:
+        connection.cork()
         await exchange.start(200, fields)
         await exchange.write(opened.header)
         left = opened.payload_octets
@@ -82,6 +83,7 @@ async def _send(exchange: Exchange, opened: OpenedTransfer, fields: Fields) -> N
                 tail = bytes(piece[-TAIL_OCTETS:])
                 opened.check()  # without its end a body is never taken for whole
                 await exchange.write(tail)
+        connection.uncork()
         # Waits until at most QUEUED_OCTETS_MAX are queued: those of the copied tail, and none of the arena.
         await exchange.finish()
         _SENT.inc(opened.total_octets)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from kvsp.bulk.source import SCHEMES
 from kvsp.protocol.names import check_base_uri
 from kvsp.rpc import config
 from kvsp.rpc.config import ConfigError, Peer, ProcessConfig
@@ -30,9 +32,13 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GatewayConfig(ProcessConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`listen` is `unix:/path`, opened by Envoy alone; services on other hosts know the gateway as `principal`."""
+    """`listen` is `unix:/path`, opened by Envoy alone; services on other hosts know the gateway as `principal`.
+
+    Blocks move by `schemes`, as far as holders have them.
+    """
 
     roles: list[RoleConfig]
+    schemes: Annotated[tuple[str, ...], Meta(min_length=1)] = SCHEMES
 
 
 def load(path: Path, served: frozenset[str]) -> GatewayConfig:

@@ -15,9 +15,10 @@ from gateway.exchange import Exchange
 from gateway.problems import NO_STORE, FieldError
 from kvsp.protocol import registry
 from kvsp.protocol.errors import KvspError
+from kvsp.rpc.channel import DEFAULT_TIMEOUT_S
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
-from kvsp.v1 import frontend_pb2
+from kvsp.v1 import common_pb2, frontend_pb2
 
 ROLE: Final = "frontend"
 MEDIA: Final = "application/json"
@@ -38,13 +39,16 @@ async def relay(exchange: Exchange, backend: Backend, principal: str, labels: li
     """One request, and the answer piece by piece as it is made. Raises KvspError, Disconnected."""
     path = exchange.path[len(backend.path) :]
     method = _find(exchange.method, path, labels)
+    me = speak_for(principal)
+    # Before any octet of a body is read, and before anything is told of one: the order of checks.
+    async with translated():
+        request = common_pb2.AuthorizeRequest(method=method, path=path)
+        await backend.authority.Authorize(request, metadata=me, timeout=DEFAULT_TIMEOUT_S)
     if method == "POST":
         exchange.check_content(MEDIA, BODY_OCTETS_MAX)
     body = await exchange.body(BODY_OCTETS_MAX)
     answer = backend.frontend.Call(
-        frontend_pb2.ApiRequest(method=method, path=path, body=body),
-        metadata=speak_for(principal),
-        timeout=ANSWER_S,
+        frontend_pb2.ApiRequest(method=method, path=path, body=body), metadata=me, timeout=ANSWER_S
     )
     try:
         async with translated():

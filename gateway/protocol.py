@@ -3,30 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway import problems
+from kvsp.bulk.source import Piece
 from kvsp.protocol.errors import bad_request
 
 EXTENSION: Final = "kvsp.incoming"
 HEADER_OCTETS_MAX: Final = 64 << 10  # D4: Envoy's own limit is 60 KiB
 QUEUED_OCTETS_MAX: Final = 8 << 10
+HELD_OCTETS_MIN: Final = 8 << 10
+SOCKET_OCTETS: Final = 1 << 20
+"""Sent and not yet read by Envoy, as far as the system allows (net.core.wmem_max). With the usual 208 KiB the two
+wake each other five times as often for a block, which costs Envoy a fifth of its time."""
+
+
+class Corkable:
+    """A transport that can hold a few octets back for those that follow: all leave in one system call, and Envoy
+    wakes once. uvloop sends each write at once."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held: list[Piece] | None = None  # None: not corked
+
+    def cork(self) -> None:
+        """Hold back what is written, until it is HELD_OCTETS_MIN at a time, or `uncork`."""
+        self._held = []
+
+    def uncork(self) -> None:
+        """Send what is held back. Idempotent."""
+        held, self._held = self._held, None
+        if held:
+            self._transport.writelines(held)
+
+    def write(self, octets: Piece) -> None:
+        """As a transport does."""
+        if self._held is None:
+            self._transport.write(octets)
+            return
+        self._held.append(octets)
+        if len(octets) >= HELD_OCTETS_MIN:
+            self.uncork()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection:
     """A client connection as handlers see it."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: Corkable) -> None:
         self._transport = transport
         self._lost = asyncio.Event()
+        self.cork = transport.cork
+        self.uncork = transport.uncork
 
     @property
     def closing(self) -> bool:
         """True when nothing that is written arrives any more."""
-        return self._transport.is_closing()
+        return bool(self._transport.is_closing())
 
     def abort(self) -> None:
         """Close at once; what is queued is dropped."""
@@ -63,13 +102,15 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Keep little more than a response's fields queued.
 
-        uvloop holds what is written until it exceeds the limit: fields and the beginning of a body leave
-        in one system call and wake Envoy once. And uvicorn drains before every send, so a sender knows
-        that no more than QUEUED_OCTETS_MAX of what it sent are still on their way through the process.
+        uvicorn drains before every send, so a sender knows that no more than QUEUED_OCTETS_MAX of what it sent are
+        still on their way through the process.
         """
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=QUEUED_OCTETS_MAX)
-        self.connection = Connection(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_OCTETS)
+        corkable = Corkable(transport)
+        self.transport = cast(asyncio.Transport, corkable)
+        self.connection = Connection(corkable)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell whoever waits for the transport to be closed."""

@@ -44,10 +44,12 @@ async def _main(config: GatewayConfig) -> None:
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """Serve until `stop`, then drain: running requests get DRAIN_S seconds. Raises ConfigError."""
     listener = _listen(Path(config.listen.removeprefix("unix:")))
-    backends = [Backend(entry) for entry in config.roles]
+    backends = [Backend(entry, config.schemes) for entry in config.roles]
     server = _Server(
         uvicorn.Config(
-            make_app(backends),
+            # Without FastAPI's middleware, which stands between every piece of a block and its socket, and does
+            # nothing that `answer` does not do itself.
+            make_app(backends).router,
             http=Protocol,
             ws="none",
             interface="asgi3",

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any, Final
 
 from kvsp.bulk.source import Ticket
-from ucx_transport import library, session
+from ucx_transport import session
 from ucx_transport.engine import Connection, Engine
 from ucx_transport.errors import lost
 from ucx_transport.frames import Movement
-from ucx_transport.memory import Buffers
+from ucx_transport.memory import Buffers, Octets
 
 CONNECT_S: Final = 3.0
 """A port that is filtered gives no answer at all; a fall-back should not take much longer than a lost packet."""
@@ -31,9 +31,7 @@ class Link:
         self._keys: session.Keys | None = None
         self.idle_until = 0.0
 
-    async def present(
-        self, ticket: Ticket, view: memoryview, buffers: Buffers, *, write: bool = False
-    ) -> Movement:
+    async def present(self, ticket: Ticket, view: Octets, buffers: Buffers, *, write: bool = False) -> Movement:
         """Ask for the transfer of a ticket, proving that it is ours, and for a write, wait for the holder's proof.
 
         Returns the movement of its frames. Raises KvspError (503); the connection is closed then.
@@ -67,11 +65,6 @@ class Dialer:
         self._engine: Engine | None = None
         self._idle: dict[str, list[Link]] = {}
         self._greeting: set[asyncio.Task[Link]] = set()
-
-    @property
-    def cuda(self) -> bool:
-        """Whether this UCX reaches CUDA memory."""
-        return library.has_cuda(self._context)
 
     async def link(self, address: str) -> Link:
         """A kept link to a holder, or a new one. Raises KvspError (503).

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ucx_transport import library
 from ucx_transport.errors import lost
+from ucx_transport.memory import Octets
 
 STALL_S: Final = 10.0
 """Nothing is awaited from a peer for longer."""
@@ -264,7 +265,7 @@ class Connection:
         buffer = library.array(view)
         await self.engine.completed(self, self._open().tag_send(buffer, self.engine.tag(tag)), buffer)
 
-    async def receive(self, view: memoryview, tag: int) -> None:
+    async def receive(self, view: Octets, tag: int) -> None:
         """Receive one message of at most so many octets. Raises KvspError (503), when it is longer too."""
         buffer = library.array(view)
         await self.engine.completed(self, self._open().tag_recv(buffer, self.engine.tag(tag)), buffer)

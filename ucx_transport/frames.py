@@ -11,9 +11,10 @@ from concurrent.futures import Future, wait
 from itertools import accumulate
 from typing import Any, Final
 
+from ucx_transport import memory
 from ucx_transport.engine import Connection
 from ucx_transport.errors import lost
-from ucx_transport.memory import Buffers
+from ucx_transport.memory import Buffers, Octets
 from ucx_transport.session import Keys
 
 FRAME_OCTETS: Final = 2 << 20
@@ -52,7 +53,7 @@ class Movement:
     """
 
     def __init__(
-        self, connection: Connection, keys: Keys, frames: Sequence[int], view: memoryview, buffers: Buffers
+        self, connection: Connection, keys: Keys, frames: Sequence[int], view: Octets, buffers: Buffers
     ) -> None:
         self._connection = connection
         self._keys = keys
@@ -87,14 +88,19 @@ class Movement:
         self._begun += 1
         await self._connection.send(part, self._tags[i])
 
-    async def _receive_frame(self, i: int, part: memoryview) -> None:
+    async def _receive_frame(self, i: int, part: Octets) -> None:
         tag = self._tags[i]
         self._begun += 1
         if self._keys.sealed:
             sealed = self._buffers.take(len(part) + self._keys.overhead)
             await self._connection.receive(sealed, tag)
             self._check_going()
-            await self._crypt(self._keys.open, i, sealed, part)
+            # Seals are opened by the CPU.
+            plain = part if memory.is_host(part) else self._buffers.take(len(part))
+            await self._crypt(self._keys.open, i, sealed, plain)
+            if plain is not part:
+                self._check_going()
+                memory.put(plain, part)
             return
         # ucxx does not tell how long a message was. What is not overwritten was not sent; where less than the
         # canary is missing, digests tell.
@@ -102,9 +108,9 @@ class Movement:
         canary = secrets.token_bytes(_CANARY_OCTETS)
         checked = len(part) >= _CANARY_OCTETS
         if checked:
-            part[-_CANARY_OCTETS:] = canary
+            memory.put(bytearray(canary), part[-_CANARY_OCTETS:])
         await self._connection.receive(part, tag)
-        if checked and part[-_CANARY_OCTETS:] == canary:
+        if checked and memory.get(part[-_CANARY_OCTETS:]) == canary:
             raise lost("a frame is shorter than agreed")
 
     def done(self) -> None:
@@ -133,7 +139,7 @@ class Movement:
         if self._stopped:
             raise lost("the transfer was ended")
 
-    def _part(self, i: int) -> memoryview:
+    def _part(self, i: int) -> Octets:
         return self._view[self._offsets[i] : self._offsets[i + 1]]
 
     async def _crypt(

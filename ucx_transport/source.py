@@ -18,7 +18,7 @@ from kvsp.bulk.source import (
 from ucx_transport import library
 from ucx_transport.dialer import Dialer, Link
 from ucx_transport.frames import WINDOW, Movement
-from ucx_transport.memory import Buffers, octets_of
+from ucx_transport.memory import Buffers, Octets, octets_of
 
 
 class UcxSource:
@@ -31,18 +31,16 @@ class UcxSource:
 
     def __init__(self) -> None:
         context = library.open_context({})
-        self.capabilities = Capabilities(direct=True, places=True, rdma=library.has_rdma(context))
+        self.capabilities = Capabilities(
+            direct=True, places=True, rdma=library.has_rdma(context), cuda=library.has_cuda(context)
+        )
         self._dialer = Dialer(context)
         self._buffers = Buffers()
 
-    @property
-    def cuda(self) -> bool:
-        """Whether targets may lie in CUDA memory."""
-        return self._dialer.cuda
-
     def reader(self, transfer: Transfer) -> UcxReader:
         """Begin to take octets."""
-        return UcxReader(self._dialer, self._buffers, transfer.length, _ticket(transfer))
+        cuda = self.capabilities.cuda
+        return UcxReader(self._dialer, self._buffers, transfer.length, _ticket(transfer), cuda=cuda)
 
     def writer(self, transfer: Transfer) -> BlockWriter:
         """Begin to give octets."""
@@ -56,8 +54,9 @@ class UcxSource:
 class UcxReader:
     """A BlockReader that can also put octets where they are wanted."""
 
-    def __init__(self, dialer: Dialer, buffers: Buffers, length: int, ticket: Ticket) -> None:
+    def __init__(self, dialer: Dialer, buffers: Buffers, length: int, ticket: Ticket, *, cuda: bool) -> None:
         self._dialer = dialer
+        self._cuda = cuda
         self._buffers = buffers
         self._length = length
         self._ticket = ticket
@@ -74,25 +73,30 @@ class UcxReader:
             done = end
 
     async def into(self, target: Any) -> AsyncIterator[int]:
-        """Receive into a writable buffer or CPU tensor of `length` octets; yields n when 0...n are in place.
+        """Receive into a writable buffer or tensor of `length` octets; yields n when 0...n are in place.
 
+        With the capability `cuda` the tensor may lie in a device's memory, which nobody else uses meanwhile.
         Raises ValueError for an unfit target, KvspError (503).
         """
-        view = octets_of(target)
+        view = octets_of(target, cuda=self._cuda)
         if len(view) != self._length:
             raise ValueError("the target has another length than the transfer")
-        arrived: asyncio.Queue[int | None] = asyncio.Queue()
-        # A task of its own: a slow consumer must not let the holder's sending stall.
-        self._task = asyncio.ensure_future(self._receive(view, arrived.put_nowait))
-        self._task.add_done_callback(lambda _: arrived.put_nowait(None))
         try:
+            if len(self._ticket.frames) == 1:
+                await self._receive(view, lambda _: None)
+                yield self._length
+                return
+            arrived: asyncio.Queue[int | None] = asyncio.Queue()
+            # A task of its own: a slow consumer must not let the holder's sending stall.
+            self._task = asyncio.ensure_future(self._receive(view, arrived.put_nowait))
+            self._task.add_done_callback(lambda _: arrived.put_nowait(None))
             while (end := await arrived.get()) is not None:
                 yield end
             await self._task
         finally:
             self.close()
 
-    async def _receive(self, view: memoryview, arrived: Callable[[int], None]) -> None:
+    async def _receive(self, view: Octets, arrived: Callable[[int], None]) -> None:
         link = await self._dialer.link(self._ticket.address)
         self._movement = await link.present(self._ticket, view, self._buffers)
         await self._movement.receive(arrived)

@@ -1,4 +1,4 @@
-"""The demo's three acts. Each says what it saw, and what of it is not as it must be."""
+"""The demo's first three acts. Each says what it saw, and what of it is not as it must be."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ OTHER_SCOPE: Final = "other"
 
 @dataclass
 class Act:
-    """What all acts have: `failures` is empty when everything agreed."""
+    """What all acts have: `failures` is empty when everything agreed; `moved` counts blocks by transport."""
 
     failures: list[str] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
 
     def require(self, good: bool, complaint: str) -> None:
         """Note a complaint unless all is well."""

@@ -130,10 +130,13 @@ async def _serve(stack: Stack) -> None:
 
 
 def _greeting(stack: Stack) -> str:
+    from deploy.local.configs import INSTANCES
+
     roles: dict[str, Any] = stack.endpoints["roles"]
     places = {"index": roles["index"], "holder": roles["holders"]["h1"], "placement": roles["placement"]}
     if stack.model is not None:
-        places |= roles["instances"] | {"OpenAI API": roles["frontend"] + "v1"}
+        places |= {name: roles["instances"][name] for name in INSTANCES}
+        places |= {"OpenAI API": roles["frontend"] + "v1"}
     places |= {"envoy": stack.endpoints["envoy_admin"]}
     listed = "\n".join(f"  {name:<11} {place}" for name, place in places.items())
     client = stack.endpoints["identities"]["client-demo"]

@@ -22,6 +22,19 @@ STATUS_TTL_MS: Final = 1500
 """How long an instance may be silent before its sessions go elsewhere."""
 
 INSTANCES: Final = ("ii1", "ii2")
+SPARE: Final = "ii3"
+"""An instance that everybody knows of and that starts when asked for."""
+
+ALL_INSTANCES: Final = (*INSTANCES, SPARE)
+
+GROUPS: Final = {
+    "tokens": 3_000,
+    "prefill_tokens": 1_024,
+    "decode_tokens": 1_024,
+    "members_max": len(ALL_INSTANCES),
+    "deadline_ms": 5_000,
+}
+"""Contexts that are sharded: of the demo's prompts the long one alone, which three instances compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +48,19 @@ class Process:
     is_engine: bool = False
     """It comes with a model."""
 
+    @property
+    def on_demand(self) -> bool:
+        """It is not started with the stack."""
+        return self.party == SPARE
+
 
 PROCESSES: Final = (
     Process("index", "index", "is", 0),
     Process("placement", "placement", "pc", 0),
     Process("h1", "holder", "h1", 1),
     # An instance is an engine and, beside it, a holder of the same identity: its blocks outlive a crash of it.
-    *(Process(f"{name}-blocks", "holder", name, 1, True) for name in INSTANCES),
-    *(Process(name, "instance", name, 2, True) for name in INSTANCES),
+    *(Process(f"{name}-blocks", "holder", name, 1, True) for name in ALL_INSTANCES),
+    *(Process(name, "instance", name, 2, True) for name in ALL_INSTANCES),
     Process("frontend", "frontend", "fe", 3, True),
     Process("gateway", "gateway", "gateway", 4),
 )
@@ -123,6 +141,7 @@ class _Documents:
             "index": self._peer("index"),
             "instances": self._instances,
             "scopes": self._scopes,
+            "groups": GROUPS,
         }
 
     def _holder(self, process: Process) -> dict[str, Any]:
@@ -136,10 +155,11 @@ class _Documents:
         }
 
     def _instance(self, process: Process) -> dict[str, Any]:
-        others = {name: f"{name}-blocks" for name in INSTANCES if name != process.party} | {"h1": "h1"}
+        others = {name: f"{name}-blocks" for name in ALL_INSTANCES if name != process.party} | {"h1": "h1"}
+        own = _base_uri(self.layout, process.party)
         return {
             **self._engine,
-            "base_uri": _base_uri(self.layout, process.party),
+            "base_uri": own,
             "placement": {"base_uri": _base_uri(self.layout, "pc"), **self._peer("placement")},
             "index": self._peer("index"),
             "holder": self._peer(f"{process.party}-blocks"),
@@ -147,6 +167,7 @@ class _Documents:
                 {"base_uri": _base_uri(self.layout, party), **self._peer(name)} for party, name in others.items()
             ],
             "durable": [_base_uri(self.layout, "h1")],
+            "instances": [each for each in self._instances if each["base_uri"] != own],
             "state_dir": str(self.layout.state(process.name)),
             "status_ttl_ms": STATUS_TTL_MS,
             "threads": compute_threads(),
@@ -201,7 +222,7 @@ class _Documents:
 
     @property
     def _instances(self) -> list[dict[str, Any]]:
-        return [{"base_uri": _base_uri(self.layout, name), **self._peer(name)} for name in INSTANCES]
+        return [{"base_uri": _base_uri(self.layout, name), **self._peer(name)} for name in ALL_INSTANCES]
 
     def _peer(self, name: str) -> dict[str, str]:
         return {"address": _unix(self.layout, name)}

@@ -11,17 +11,19 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from deploy.local.api import Answer, Api
-from deploy.local.configs import INSTANCES
+from deploy.local.configs import INSTANCES, SPARE
 from deploy.local.layout import StackError
+from deploy.local.moved import Moved
 from deploy.local.policy import identity_uri
 from deploy.local.stack import Background
-from kvsp.cli.controller import instance_name
+from kvsp.cli.controller import instance_name, shard_map
+from kvsp.cli.top import read_metrics
 from kvsp.client import Client
 from kvsp.client.config import load_stack
 from kvsp.protocol import descriptor as descriptors
 from kvsp.protocol import keys, limits
 from kvsp.protocol.keys import ScopeKey
-from kvsp.protocol.records import DirectiveStatus, Sampler, SessionCheckpoint
+from kvsp.protocol.records import DirectiveStatus, Sampler, SessionCheckpoint, ShardMap
 from kvsp.rpc.channel import open_channel
 from kvsp.rpc.convert import checkpoint_to_message
 from kvsp.rpc.errors import translated
@@ -54,6 +56,7 @@ class Fleet:
         self._scope_key = ScopeKey.parse(mine.scope_keys[SCOPE].read_bytes())
         self._uris: dict[str, str] = endpoints["roles"]["instances"]
         self.model = self._ask[SCOPE].models()[0]
+        self.moved = Moved(layout.config("placement").parent)
 
     def __enter__(self) -> Fleet:
         return self
@@ -159,12 +162,53 @@ class Fleet:
 
     def kill(self, instance: str) -> None:
         """kill -9 of an engine and of the holder beside it, at once."""
+        self.moved.look()
         self._background.kill(instance, f"{instance}-blocks")
 
     def start_again(self, instance: str) -> None:
         """Start what was killed, and wait until the controller has it as active."""
         self._background.start_again(f"{instance}-blocks", instance)
         self.epochs(instance)
+
+    @contextlib.contextmanager
+    def spare(self) -> Iterator[None]:
+        """While this lasts, there is one more instance; it begins when that is active."""
+        self.start_again(SPARE)
+        try:
+            yield
+        finally:
+            self.moved.look()
+            for name in (SPARE, f"{SPARE}-blocks"):
+                self._background.call(self._background.stack.supervisor.stop_one(name))
+
+    # --- groups ---
+
+    def groups(self) -> list[ShardMap]:
+        """The authoritative versions of all shard maps."""
+        return self._background.call(self._overview_groups())
+
+    async def _overview_groups(self) -> list[ShardMap]:
+        async with self._background.stack.controller() as controller:
+            async for overview in controller.watch():
+                return [shard_map(each) for each in overview.groups]
+        raise StackError("the placement controller has ended")
+
+    def resize(self, session: str, members: int) -> ShardMap:
+        """Shard a session's context over so many instances; the version that came of it."""
+        return self._background.call(self._resize(session, members))
+
+    async def _resize(self, session: str, members: int) -> ShardMap:
+        async with self._background.stack.controller() as controller:
+            return await controller.resize_group(session, members)
+
+    def octets_served(self) -> int:
+        """Octets of blocks that holders have served so far, as they count them."""
+        served = read_metrics(self._background.stack.layout.config("placement").parent).items()
+        return sum(int(value) for name, value in served if name.startswith("kvsp_holder_octets_total:out:"))
+
+    def kv_octets(self, tokens: int) -> int:
+        """Octets of the KV of so many tokens."""
+        return self._shape.payload_octets * tokens // self._shape.block_tokens
 
     # --- names ---
 

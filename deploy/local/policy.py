@@ -43,6 +43,7 @@ PARTIES: Final = (
     Party("h1", "holder", "h1", SCOPES),
     Party("ii1", "instance", "ii1", SCOPES),
     Party("ii2", "instance", "ii2", SCOPES),
+    Party("ii3", "instance", "ii3", SCOPES),
     Party("fe", "frontend", "fe", SCOPES),
     Party("gateway", "gateway"),
     Party("client-demo", "client", None, ("demo",)),

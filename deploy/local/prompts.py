@@ -45,6 +45,11 @@ def prompt(copy: int, question: int) -> str:
     return f"Copy {copy}. {_DOCUMENT}{QUESTIONS[question]}"
 
 
+def long(copy: int) -> str:
+    """A question about one and a half documents: the only prompt here that is long enough for a group."""
+    return f"Copy {copy}. {_DOCUMENT}{_DOCUMENT[: len(_DOCUMENT) // 2]}\n\nQuestion: {QUESTIONS[2]}"
+
+
 def shared(copy: int) -> str:
     """What all prompts about a copy begin with."""
     return f"Copy {copy}. {_DOCUMENT}"

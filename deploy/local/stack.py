@@ -170,10 +170,8 @@ def running(stack: Stack) -> Iterator[Background]:
 
 def programs(layout: Layout, settings: Settings) -> list[Program]:
     """Every process of the stack, Envoy last."""
-    # One connection is one worker's; clients and roles want the other cores (2 MiB GETs gain 6 % on two).
-    workers = str(max(1, min((os.cpu_count() or 1) // 2, 4)))
     envoy_argv = (
-        envoy.find_binary(), "-c", str(layout.envoy), "--concurrency", workers,
+        envoy.find_binary(), "-c", str(layout.envoy), "--concurrency", str(envoy_workers()),
         "--disable-hot-restart", "--log-level", "warning",
     )  # fmt: skip
     roles = [_program(layout, process) for process in settings.processes]
@@ -182,13 +180,19 @@ def programs(layout: Layout, settings: Settings) -> list[Program]:
     return [*roles, Program("envoy", envoy_argv, layout.log("envoy"), is_ready, last)]
 
 
+def envoy_workers() -> int:
+    """One connection is one worker's; clients and roles want the other cores (2 MiB GETs gain 6 % on two)."""
+    return max(1, min((os.cpu_count() or 1) // 2, 4))
+
+
 def _program(layout: Layout, process: Process) -> Program:
     config, place = str(layout.config(process.name)), layout.socket(process.name)
     argv = (sys.executable, "-m", "kvsp.cli.daemon", "serve", process.role, "--config", config)
     # The gateway speaks HTTP there, without a health service.
     is_ready = partial(_accepts if process.role == "gateway" else _is_healthy, place)
     environment = ENGINE_ENVIRONMENT if process.role == "instance" else {}
-    return Program(process.name, argv, layout.log(process.name), is_ready, process.stage, environment)
+    log = layout.log(process.name)
+    return Program(process.name, argv, log, is_ready, process.stage, environment, process.on_demand)
 
 
 async def _is_healthy(path: Path) -> bool:

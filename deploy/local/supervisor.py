@@ -28,7 +28,8 @@ TETHER: Final = Path(__file__).with_name("tether.py")
 class Program:
     """What to start, where its output goes, and how to see that it serves.
 
-    Programs of one `stage` stop together, after all of higher stages. `environment` is added to our own.
+    Programs of one `stage` stop together, after all of higher stages. `environment` is added to our own. One
+    `on_demand` waits for `start_again`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Program:
     is_ready: Callable[[], Awaitable[bool]]
     stage: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,16 @@ class Supervisor:
     _watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def start(self) -> None:
-        """Start everything and wait until all of it serves. Raises StackError, then nothing is left running.
+        """Start all but what is on demand. Raises StackError, then nothing is left running.
 
-        All start at once: each role finds the others when they come, as it must after a restart.
+        All start at once: each role finds the others when they come, as it must after a restart. When it returns,
+        all of them serve.
         """
+        programs = [program for program in self.programs if not program.on_demand]
         try:
-            for program in self.programs:
+            for program in programs:
                 await self._spawn(program)
-            for program in self.programs:
+            for program in programs:
                 await self._wait_ready(program)
         except BaseException:
             await self.stop()

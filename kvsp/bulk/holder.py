@@ -18,6 +18,7 @@ from kvsp.bulk.rates import LinkRate
 from kvsp.bulk.reading import TRANSPORT_FAILED, Grant, OpenedTransfer
 from kvsp.bulk.shm import ShmSource
 from kvsp.bulk.source import (
+    SCHEMES,
     BlockSource,
     BlockWriter,
     ConnectingWriter,
@@ -65,7 +66,7 @@ class HolderClient:
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        schemes: Sequence[str] = ("shm", "grpc"),
+        schemes: Sequence[str] = SCHEMES,
         *,
         same_host: bool = True,
         local: Path | None = None,

@@ -14,6 +14,9 @@ from typing import Any, ClassVar, Final, Protocol
 
 ENTRY_POINTS: Final = "kvsp.block_sources"
 SERVER_ENTRY_POINTS: Final = "kvsp.block_servers"
+SCHEMES: Final = ("shm", "grpc")
+"""What everybody has. Others open ports or need a library, so a configuration names them."""
+
 PIECE_OCTETS: Final = 1 << 20
 """Sources cut what they read into pieces of at most this many octets."""
 
@@ -26,7 +29,8 @@ class Capabilities:
 
     `same_host_only`: both ends must share a host. `zero_copy`: pieces are views of the holder's own
     memory, valid only while the transfer is open. `direct`: octets have a way of their own beside the control
-    channel. `places`: they go straight where the reader wants them. `rdma`: they move without either CPU.
+    channel. `places`: they go straight where the reader wants them. `rdma`: they move without either CPU. `cuda`:
+    the place may be a tensor in the memory of a CUDA device.
     """
 
     same_host_only: bool = False
@@ -34,6 +38,7 @@ class Capabilities:
     direct: bool = False
     places: bool = False
     rdma: bool = False
+    cuda: bool = False
 
 
 @dataclass(frozen=True, slots=True)

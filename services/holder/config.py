@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from msgspec import Meta, field
 
+from kvsp.bulk.source import SCHEMES
 from kvsp.protocol import limits
 from kvsp.protocol.policy import HOLDER_ROLES, Identity, Policy
 from kvsp.rpc.config import ConfigError, Peer, ServiceConfig, own_identity
-
-SCHEMES: Final = ("shm", "grpc")
-"""What the host tier can offer."""
 
 
 class HolderConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
-from typing import Any, Final, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Final
 
 from kvsp.protocol import registry
 from kvsp.protocol.digests import ALGORITHMS, ContainerDigester
@@ -16,11 +17,57 @@ from kvsp.protocol.errors import KvspError, bad_request
 from services.holder.blocks import Digested
 from services.holder.transfers import Pin
 
-T = TypeVar("T")
-
 STEP_OCTETS: Final = 256 << 10  # less is not worth a thread switch
 STEP_OCTETS_MAX: Final = 8 << 20  # more would keep an aborted upload's thread busy
 RANGES_MAX: Final = 65_536
+
+
+class _Pass:
+    """Feeds the octets of an extent to `feed`, in order, on one thread at a time.
+
+    A thread that has begun goes on with what arrives meanwhile: the event loop has no part in each step.
+    """
+
+    def __init__(self, extent: memoryview, executor: Executor, feed: Callable[[memoryview], None]) -> None:
+        self._extent = extent
+        self._executor = executor
+        self._feed = feed
+        self._fed = 0
+        self._until = 0
+        self._lock = threading.Lock()
+        self._running = False  # also after an error: what it hashes is of no use then
+        self._job: Future[None] | None = None
+
+    def reach(self, until: int) -> None:
+        """Octets [0, until) are in place, and to be fed."""
+        with self._lock:
+            self._until = until
+            if not self._running and self._fed < until:
+                self._running = True
+                self._job = self._executor.submit(self._step)
+
+    def stop(self) -> None:
+        """No further step."""
+        with self._lock:
+            self._until = self._fed
+
+    async def finish(self) -> None:
+        """Wait until all is fed. Raises what `feed` raised."""
+        done = None
+        while (job := self._job) is not done:
+            assert job is not None  # noqa: S101  (for the type checker)
+            await asyncio.wrap_future(job)
+            done = job
+
+    def _step(self) -> None:
+        end = min(self._until, self._fed + STEP_OCTETS_MAX)
+        self._feed(self._extent[self._fed : end])
+        with self._lock:
+            self._fed = end
+            # In turns with those of other uploads.
+            self._running = end < self._until
+            if self._running:
+                self._job = self._executor.submit(self._step)
 
 
 class Ingest:
@@ -38,30 +85,31 @@ class Ingest:
         self._executor = executor
         self._digester = ContainerDigester()
         self._whole = hashlib.sha256()
-        self._fed = 0
-        self._complete = False
-        self._error: Exception | None = None
-        self._pump: asyncio.Task[None] | None = None
+        self._passes = [_Pass(extent, executor, feed) for feed in (self._digester.feed, self._whole.update)]
+        self._asked = 0
+        self._too_many = False
+        self._stopped = False
+        self._finishing: asyncio.Future[list[None]] | None = None
 
     def advance(self, arrived: int) -> None:
         """Octets [0, arrived) are in place. Raises KvspError (400) when there is no room for as many."""
         if arrived > len(self._extent):
-            self._error = bad_request("more octets than announced")
-            raise self._error
+            self._too_many = True
+            raise _too_many()
         self.arrived = max(self.arrived, arrived)
-        if self._waiting() >= STEP_OCTETS:
-            self._start()
+        if self.arrived - self._asked >= STEP_OCTETS:
+            self._reach()
 
     async def finish(self) -> Digested:
         """Nothing more will arrive. Raises KvspError: 400 when it is no whole container, 404 once stopped."""
-        self._complete = True
-        self._start()
-        if self._pump is not None:
-            await asyncio.wait([self._pump])
-            if self._pump.cancelled():
-                raise KvspError(registry.NOT_FOUND, "the transfer has been given up")
-        if self._error is not None:
-            raise self._error
+        self._reach()
+        self._finishing = asyncio.gather(*(each.finish() for each in self._passes))
+        await asyncio.wait([self._finishing])
+        if self._stopped:
+            raise KvspError(registry.NOT_FOUND, "the transfer has been given up")
+        if self._too_many:
+            raise _too_many()
+        self._finishing.result()
         self._digester.finish()
         header = self._digester.header
         if header is None:
@@ -78,36 +126,28 @@ class Ingest:
                 continue
             computed = sha256
             if algorithm != "sha-256":
-                computed = await self._in_thread(_digest, self._extent[: self._fed], algorithm)
+                octets, loop = self._extent[: self._asked], asyncio.get_running_loop()
+                computed = await loop.run_in_executor(self._executor, _digest, octets, algorithm)
             if not hmac.compare_digest(computed, value):
                 raise KvspError(registry.DIGEST_MISMATCH, f"{algorithm} differs from that of the octets received")
 
     def stop(self) -> None:
         """Whatever is being hashed is of no interest any more."""
-        if self._pump is not None:
-            self._pump.cancel()
+        self._stopped = True
+        if self._finishing is not None:
+            self._finishing.cancel()
+        for each in self._passes:
+            each.stop()
 
-    def _waiting(self) -> int:
-        return self.arrived - self._fed
+    def _reach(self) -> None:
+        if not self._too_many:
+            self._asked = self.arrived
+            for each in self._passes:
+                each.reach(self.arrived)
 
-    def _start(self) -> None:
-        if self._error is None and self._waiting() and (self._pump is None or self._pump.done()):
-            self._pump = asyncio.create_task(self._run())
 
-    async def _run(self) -> None:
-        try:
-            while self._waiting() >= (1 if self._complete else STEP_OCTETS):
-                step = min(self._waiting(), STEP_OCTETS_MAX)
-                piece = self._extent[self._fed : self._fed + step]
-                await asyncio.gather(
-                    self._in_thread(self._digester.feed, piece), self._in_thread(self._whole.update, piece)
-                )
-                self._fed += step
-        except Exception as error:  # kept for `finish`, whose caller is the one to tell
-            self._error = error
-
-    def _in_thread(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+def _too_many() -> KvspError:
+    return bad_request("more octets than announced")
 
 
 class RangeDigests:

@@ -153,7 +153,7 @@ class Groups:
         if member is not None:
             member.stop()
         self._state.sessions.grouped.discard(name)
-        metrics.GROUPS.set(len(self._members))
+        self._count()
 
     def _enter(self, context: Context, max_tokens: int) -> None:
         if self.sharding is None or len(self._members) >= GROUPS_MAX:
@@ -179,6 +179,10 @@ class Groups:
             self._shards.adopt(name, context.map.version, held)
         if member.at_home:
             self._state.sessions.grouped.add(name)
+        self._count()
+
+    def _count(self) -> None:
+        self._state.memberships = len(self._members)
         metrics.GROUPS.set(len(self._members))
 
     def _reserve(self, member: Member, ranges: Sequence[Range]) -> None:

@@ -55,6 +55,8 @@ class InstanceState:
         self._status_ms = now_ms
         self.is_known = False
         self._idle_since: int | None = now_ms
+        self.memberships = 0
+        """Groups whose sessions need what is held here, wherever they run; the shell counts them."""
 
     def instructions(self) -> list[Instruction]:
         """What is to be done since the last call, in order."""
@@ -77,10 +79,10 @@ class InstanceState:
     def _enter(self, now_ms: int, state: State) -> None:
         """Enter a state, and the next when no session keeps it from that."""
         before = self.state
-        self.state = lifecycle.drained(state, self.sessions.running)
+        self.state = lifecycle.drained(state, self._served)
         if self.state == before:
             return
-        self._idle_since = None if self.sessions.running else now_ms
+        self._idle_since = None if self._served else now_ms
         if before == "active":
             self._stop(self._directives.stop_all(now_ms))
         if self.state in ("sleeping", "failed"):
@@ -89,9 +91,13 @@ class InstanceState:
             self._instruct(UseDevice())
         self._report(now_ms)  # "enters sleeping and reports it" (R-109)
 
+    @property
+    def _served(self) -> int:
+        return self.sessions.running + self.memberships
+
     def _load_changed(self, now_ms: int) -> None:
         """A session or a directive came or ended."""
-        if self.sessions.running or self._directives.pending:
+        if self._served or self._directives.pending:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now_ms

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.backend import Backend
+from gateway.config import RoleConfig
 from kvsp.bulk import chooser as chooser_module
 from kvsp.bulk.chooser import PROBE_EVERY, SLOWER, Chooser
 from kvsp.bulk.rates import ANSWERS_KEPT, SAMPLE_OCTETS_MIN, SAMPLES_MIN, Rates
 from kvsp.bulk.source import BlockReader, BlockSource, BlockWriter, Capabilities, Transfer
-from tests.services.holder_harness import CLIENT, Rig, block, name, rig
+from kvsp.rpc.config import Peer
+from services.instance.peers import InternalHolder
+from tests.services.holder_harness import BASE_URI, CLIENT, Rig, block, name, rig
+from tests.services.instance_rig import loader, world
 
 MIB = 1 << 20
 ABILITIES = {
@@ -175,3 +180,14 @@ async def test_a_slow_consumer_is_not_taken_for_a_slow_transport(holder: Rig) ->
             opened._now()
     opened.close()
     assert clock.age("grpc") == 0
+
+
+async def test_gateway_and_instance_offer_what_they_are_configured_to(holder: Rig, tmp_path: Path) -> None:
+    backend = Backend(RoleConfig("holder", BASE_URI, Peer(f"unix:{tmp_path}/h1.sock")), ("grpc",))
+    assert backend.blocks._chooser.offer() == ["grpc"]
+    await backend.close()
+    (tmp_path / "ii").mkdir()
+    async with world(tmp_path / "ii", "ii1", "h1") as made, loader(made, "h1", schemes=("grpc",)) as loading:
+        for each in (loading.holders.own, *loading.holders.others.values()):
+            assert isinstance(each, InternalHolder)
+            assert each._client._chooser.offer() == ["grpc"]

@@ -262,9 +262,6 @@ async def test_a_quota_of_room_is_429(tmp_path: Path, monkeypatch: pytest.Monkey
 
 async def test_a_commit_that_is_given_up_is_answered(holder: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     octets = block(1)
-    reserved = await holder.client.reserve(CLIENT, name(1), len(octets))
-    assert reserved is not None
-    await reserved.write(octets)
     hashing, go_on = threading.Event(), threading.Event()
 
     def feed(self: ContainerDigester, piece: memoryview) -> None:
@@ -272,6 +269,9 @@ async def test_a_commit_that_is_given_up_is_answered(holder: Rig, monkeypatch: p
         go_on.wait(10)
 
     monkeypatch.setattr(ContainerDigester, "feed", feed)
+    reserved = await holder.client.reserve(CLIENT, name(1), len(octets))
+    assert reserved is not None
+    await reserved.write(octets)
     stream = reserved._stream
     commit = asyncio.create_task(stream.ask(5, commit=holder_pb2.CommitBlock(transfer=reserved._id)))
     try:

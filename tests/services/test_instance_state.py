@@ -78,6 +78,21 @@ def test_sleeping_while_sessions_run_is_draining_until_they_end() -> None:
     assert driver.last(SendStatus).status.state == "sleeping"
 
 
+@pytest.mark.spec("R-105", "R-109")
+def test_a_member_of_a_group_does_not_sleep_before_it_has_left() -> None:
+    """Its shard is part of a session that runs elsewhere."""
+    driver = Driver(sleep_after_ms=5000)
+    driver.state.memberships = 1
+    driver.wait(20_000)
+    assert all(each.status.requested_state is None for each in driver.took(SendStatus))
+    assert driver.state.put_state(driver.now, "sleeping") == "draining"
+    driver.wait(1000)
+    assert driver.state.state == "draining"
+    driver.state.memberships = 0
+    driver.wait(1000)
+    assert driver.state.state == "sleeping"
+
+
 @pytest.mark.spec("R-110", "U-36")
 def test_a_sleeping_instance_wakes_only_by_a_state_change() -> None:
     driver = Driver()

@@ -14,14 +14,14 @@ import shutil
 import ssl
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.local import pki
-from deploy.local.configs import Settings
+from deploy.local.configs import ALL_INSTANCES, Settings
 from deploy.local.layout import Layout
 from deploy.local.model import TINY, ensure_model
 from deploy.local.ports import free_ports
@@ -249,13 +249,21 @@ def start_stack(
 
 @contextlib.contextmanager
 def start_fleet(
-    layout: Layout, overrides: Mapping[str, Mapping[str, Any]] | None = None
+    layout: Layout,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    edit: Callable[[Layout], None] | None = None,
 ) -> Iterator[RunningStack]:
-    """The whole fleet with a tiny model: two instances, front end, and everything else."""
+    """The whole fleet with a tiny model: two instances, front end, and everything else.
+
+    `edit` may change the files that the processes read.
+    """
     layout.make_directories()
     model, _ = ensure_model(layout.home, TINY)
     small = {"arena_octets": FLEET_ARENA_OCTETS}
-    given = dict.fromkeys(("h1", "ii1-blocks", "ii2-blocks"), small) | dict(overrides or {})
+    given = dict.fromkeys(("h1", *(f"{name}-blocks" for name in ALL_INSTANCES)), small) | dict(overrides or {})
     settings = Settings([layout.descriptor], overrides=given, model=model, metrics=True)
-    with running(prepare(layout, settings, print, restart=False)) as background:
+    stack = prepare(layout, settings, print, restart=False)
+    if edit is not None:
+        edit(layout)
+    with running(stack) as background:
         yield RunningStack(background)

@@ -11,19 +11,22 @@ from tests.stack.harness import RunningStack
 pytestmark = pytest.mark.stack
 
 LONG_TOKENS = 1500
-"""The tiny model must still be speaking when its instance is killed."""
+RESIZED_TOKENS = 4000
+"""The tiny model must still be speaking when its instance is killed, and when its group is resized."""
 
 
 @pytest.mark.spec(
     "R-022", "R-023", "R-033", "R-090", "R-101", "R-102", "R-108", "R-115", "R-116", "R-117", "R-119", "R-125",
-    "R-128", "R-129", "R-155", "R-171", "R-176", "R-177", "R-178", "R-179", "R-180", "U-18",
+    "R-128", "R-129", "R-155", "R-171", "R-176", "R-177", "R-178", "R-179", "R-180", "R-190", "R-191", "R-193",
+    "U-18",
 )  # fmt: skip
 def test_the_demo_succeeds(fleet: RunningStack, capfd: pytest.CaptureFixture[str]) -> None:
-    code = run_demo(fleet.background, json_out=True, long_tokens=LONG_TOKENS)
+    code = run_demo(fleet.background, json_out=True, long_tokens=LONG_TOKENS, resized_tokens=RESIZED_TOKENS)
     out, errors = capfd.readouterr()
     assert code == 0, errors
     acts = json.loads(out)
     assert all(act["failures"] == [] for act in acts.values())
+    assert all(act["moved"]["shm"] > 0 for act in acts.values())
     reuse, prefetch, crash = acts["reuse"], acts["prefetch"], acts["crash"]
     assert reuse["computed"]["cached_tokens"] == 0
     assert reuse["again"]["cached_tokens"] == reuse["blocks"] * 32
@@ -40,6 +43,10 @@ def test_the_demo_succeeds(fleet: RunningStack, capfd: pytest.CaptureFixture[str
         assert loss["disturbed"]["text"] == loss["undisturbed"]["text"]
         # it went on elsewhere
         assert loss["disturbed"]["moved"]["epoch"] > 1
+    groups = acts["groups"]
+    assert groups["answer"]["text"] == groups["undisturbed"]["text"]
+    assert [len(step["members"]) for step in groups["steps"]] == [2, 1, 2, 3]
+    assert all(step["moved"] == step["due"] for step in groups["steps"])
 
 
 def test_a_complaint_is_a_failure() -> None:

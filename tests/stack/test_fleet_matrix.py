@@ -17,7 +17,7 @@ pytestmark = pytest.mark.stack
 UNKNOWN = str(uuid.uuid4())
 TABLE = {
     "PUT pc instances/{ii1}/status": {"ii1"},
-    "PUT pc sessions/{unknown}/checkpoint": {"ii1", "ii2"},
+    "PUT pc sessions/{unknown}/checkpoint": {"ii1", "ii2", "ii3"},
     "POST ii1 prefetch": {"pc"},
     "GET ii1 prefetch/{unknown}": {"pc"},
     "HEAD ii1 prefetch/{unknown}": {"pc"},

@@ -173,9 +173,9 @@ def test_endpoints_describe_the_stack(stack: RunningStack) -> None:
     document = json.loads(stack.layout.endpoints.read_text())
     assert set(document) == {"ca", "envoy_admin", "roles", "identities", "scopes", "descriptor"}
     assert set(document["roles"]) == {"index", "placement", "holders", "instances", "frontend"}
-    assert set(document["roles"]["instances"]) == {"ii1", "ii2"}
+    assert set(document["roles"]["instances"]) == {"ii1", "ii2", "ii3"}
     policy = Policy.load(stack.layout.policy.read_text())
-    known = {"is", "pc", "h1", "ii1", "ii2", "fe", "gateway", "client-demo", "client-other"}
+    known = {"is", "pc", "h1", "ii1", "ii2", "ii3", "fe", "gateway", "client-demo", "client-other"}
     assert set(document["identities"]) == known | {"outsider"}
     for name, each in document["identities"].items():
         assert Path(each["cert"]).is_file()

@@ -83,6 +83,7 @@ async def test_a_connection_that_says_nothing_good_is_ended(words: bytes, monkey
         await peers.until(lambda: made.server.connections == 1)
         await peers.until(lambda: made.server.connections == 0)
         engine.close()
+        monkeypatch.undo()  # on a busy machine an honest peer needs longer
         assert await made.read(made.offer(OCTETS)) == OCTETS
 
 

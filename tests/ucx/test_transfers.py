@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvsp.bulk.source import PIECE_OCTETS, SourceUnavailableError, Transfer
 from tests.ucx.rig import FABRICS, LIFETIME_S, rig, until
+from ucx_transport import library
 from ucx_transport.frames import FRAME_OCTETS, cut
 from ucx_transport.memory import Buffers
 
@@ -88,9 +89,30 @@ async def test_octets_go_straight_where_they_are_wanted(fabric: str) -> None:
         shared.unlink()
 
 
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_octets_go_where_only_a_device_can_look(fabric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is treated as a device's stands for one, as this machine may have none."""
+    octets = os.urandom(2 * FRAME_OCTETS + 6)
+    tensor = torch.zeros(len(octets), dtype=torch.uint8)
+    given = library.array
+    monkeypatch.setattr("ucx_transport.source.octets_of", lambda target, cuda: target)
+    monkeypatch.setattr(library, "array", lambda view: given(getattr(view, "numpy", lambda: view)()))
+    async with rig(fabric) as made:
+        ticket = made.offer(octets)
+        ends = [end async for end in made.reader(ticket).into(tensor)]
+        assert ends == list(accumulate(ticket.frames))
+    assert tensor.numpy().tobytes() == octets
+
+
 @pytest.mark.parametrize(
     "target",
-    [b"12345678", bytearray(9), torch.zeros(4, 4, dtype=torch.uint8)[:, :2], memoryview(bytearray(16))[::2]],
+    [
+        b"12345678",
+        bytearray(9),
+        torch.zeros(4, 4, dtype=torch.uint8)[:, :2],
+        memoryview(bytearray(16))[::2],
+        torch.zeros(8, dtype=torch.uint8, device="meta"),
+    ],
 )
 async def test_an_unfit_target_is_refused(target: object) -> None:
     async with rig() as made:
@@ -172,7 +194,7 @@ async def test_capabilities_are_those_of_this_machine() -> None:
     async with rig() as made:
         infiniband = list(Path("/sys/class/infiniband").glob("*"))
         assert made.source.capabilities.rdma == bool(infiniband)
-        assert made.source.cuda == torch.cuda.is_available()
+        assert made.source.capabilities.cuda == torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
