@@ -79,14 +79,19 @@ class Grouping:
     # --- begin and end ---
 
     def offer(self, session: Session, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The members of a group for a session just bound, if there is to be one; all are asked to join."""
+        """The members of a group for a session just bound to the first of `candidates`, if there is to be one.
+
+        All are asked to join.
+        """
         start = session.checkpoint
         if start is None or not session.block_tokens or session.instance not in self._settings.instances:
             return ()
         if len(self._groups) + len(self._forming) >= self._settings.groups_max:
             return ()
         able = self._able(session, start)
-        width = self._width(session, able | {session.instance})
+        home = candidates[0]
+        cached = home.usable * session.block_tokens if home.fetches else 0
+        width = self._width(session, able | {session.instance}, cached=cached)
         others = [each.instance for each in candidates if each.instance in able][: width - 1]
         if not others:
             return ()
@@ -211,7 +216,9 @@ class Grouping:
         able = {offer.instance for offer in self._placer.offers(of) if offer.prefill_tokens_per_s > 0}
         return able & self._settings.instances - {session.instance}
 
-    def _width(self, session: Session, possible: Collection[str], members: int = 1) -> int:
+    def _width(
+        self, session: Session, possible: Collection[str], members: int = 1, cached: int = 0
+    ) -> int:
         """What the policy says, cut to what there can be: one block for each member at least."""
         home = self._fleet.get(session.instance)
         status = None if home is None else home.status
@@ -221,6 +228,7 @@ class Grouping:
             session.tokens > session.prompt_tokens,
             members,
             0.0 if status is None else status.kv_utilization,
+            cached,
         )
         blocks = session.prompt_tokens // session.block_tokens
         return max(1, min(self._policy.width(view), self._settings.members_max, len(possible), blocks))

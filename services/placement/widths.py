@@ -18,7 +18,8 @@ RELAXED: Final = 0.75
 class View(NamedTuple):
     """A session as the policy sees it; `members` is 1 while it has no group.
 
-    `tokens` are those of prompt and recorded output, `kv_utilization` is the home's (0 to 1).
+    `tokens` are those of prompt and recorded output, `kv_utilization` is the home's (0 to 1). `cached_tokens` of
+    the prompt the home could load instead; a group loads nothing, it computes the whole prompt.
     """
 
     prompt_tokens: int
@@ -26,6 +27,7 @@ class View(NamedTuple):
     has_output: bool
     members: int
     kv_utilization: float
+    cached_tokens: int = 0
 
 
 class GroupPolicy(Protocol):
@@ -44,7 +46,7 @@ class ByTokens:
     def width(self, view: View) -> int:
         """See GroupPolicy."""
         rules = self._settings
-        if view.prompt_tokens < rules.tokens:
+        if view.prompt_tokens - view.cached_tokens < rules.tokens:
             return 1
         if not view.has_output:
             return -(-view.prompt_tokens // rules.prefill_tokens)

@@ -136,7 +136,7 @@ def test_absurd_numbers_are_unknown_not_errors() -> None:
 @pytest.mark.spec("U-43")
 @given(
     st.lists(st.tuples(st.sets(st.sampled_from([A, B, C]), min_size=1), st.integers(1, 60)), max_size=4),
-    # Whole microseconds a block: at 3 Mbit/s a tie depends on how thirds are rounded, and with it who gets the block.
+    # Whole microseconds a block: at 3 Mbit/s it depends on how thirds are rounded who of two gets a block.
     st.lists(st.sampled_from([1, 2, 4, 5, 8]), min_size=3, max_size=3),
     st.lists(st.sampled_from([0, 10, 4000]), min_size=3, max_size=3),
 )

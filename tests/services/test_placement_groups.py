@@ -57,8 +57,8 @@ def formed(width: int = 3, offset: int = 1) -> Grouped:
 
 @pytest.mark.spec("R-190", "U-38")
 def test_a_long_prompt_is_sharded_over_members_that_have_all_joined() -> None:
-    pc = Grouped()
-    held = run(8, source(H1))  # what could be loaded is computed
+    pc = Grouped(groups=replace(GROUPS, tokens=PROMPT - BLOCK_TOKENS))
+    held = run(1, source(H1))  # what could be loaded is computed
     assert pc.ask(runs=[held]) == (B, C, A)
     assert not pc.take(SendPrefetch)
     assert len(pc.state.groups) == 0  # not before they have joined
@@ -69,6 +69,12 @@ def test_a_long_prompt_is_sharded_over_members_that_have_all_joined() -> None:
     assert reshard.covered(made) == (0, END)
     assert not leaves(pc)
     assert pc.state.totals.groups_formed == 1
+
+
+def test_a_prompt_that_can_be_loaded_gets_no_group() -> None:
+    pc = Grouped()
+    assert pc.ask(runs=[run(8, source(H1))]) == ()
+    assert pc.take(SendPrefetch)
 
 
 @pytest.mark.parametrize("tokens", [PROMPT + 1, PROMPT])
@@ -466,6 +472,8 @@ def test_the_default_is_wide_at_first_then_narrow_then_as_wide_as_memory_asks() 
     assert policy.width(view(prompt_tokens=49, kv_utilization=1.0)) == 1
     assert policy.width(view()) == 4
     assert policy.width(view(prompt_tokens=90)) == 3
+    assert policy.width(view(cached_tokens=50)) == 4
+    assert policy.width(view(cached_tokens=51)) == 1  # loaded sooner than computed by many
     decoding = {"has_output": True, "members": 4}
     assert policy.width(view(tokens=101, **decoding)) == 1
     assert policy.width(view(tokens=200, **decoding)) == 1
