@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvsp.protocol.errors import KvspError
 from ucx_transport import library
 from ucx_transport.errors import lost
 from ucx_transport.memory import Octets
@@ -24,15 +25,39 @@ TICK_S: Final = 0.5
 """UCX does not announce everything on its descriptor: keepalive and timers need a look now and then."""
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request in flight. UCX uses `buffer` until it completes, whatever became of who waits."""
+@dataclass(slots=True, eq=False)
+class Request:
+    """What UCX was asked to do. It uses `buffer` until it completes, whatever became of who waits.
 
+    To be awaited, at once or later. Raises KvspError (503), past `until` too, in seconds of the loop's clock.
+    """
+
+    engine: Engine
     connection: Connection | None
     request: Any
     buffer: Any
-    future: asyncio.Future[None]
     until: float
+    failure: KvspError | None = None
+    waiter: asyncio.Future[None] | None = None
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self._over:
+            self.engine.kick()
+            self.waiter = self.engine.loop.create_future()
+            yield from self.waiter
+        if self.failure is not None:
+            raise self.failure
+        self.engine.check(self.request)
+
+    @property
+    def _over(self) -> bool:
+        return self.failure is not None or bool(self.request.completed)
+
+    def end(self, failure: KvspError | None = None) -> None:
+        """Wake who waits."""
+        self.failure = failure
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Engine:
@@ -49,7 +74,7 @@ class Engine:
         self.threads = ThreadPoolExecutor(THREADS_MAX, "ucx-seal")
         self._worker.init_blocking_progress_mode()
         self._fd: int = self._worker.epoll_file_descriptor
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Request] = []
         self._connections: set[Connection] = set()
         self.expected: set[range] = set()
         """Tags of the messages that transfers are to receive."""
@@ -58,7 +83,7 @@ class Engine:
         self._closed = False
         self._loop.add_reader(self._fd, self._pump)
         self._timer = self._loop.call_later(TICK_S, self._tick)
-        self._kick()
+        self.kick()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -87,7 +112,7 @@ class Engine:
             self._listener = self._bindings.UCXListener.create(self._worker, port, deliver)
         except self._bindings.UCXError as error:
             raise OSError(str(error)) from error
-        self._kick()
+        self.kick()
         return int(self._listener.port)
 
     def connect(self, host: str, port: int) -> Connection:
@@ -98,20 +123,28 @@ class Engine:
             raise lost(str(error)) from error
         return self._adopt(endpoint)
 
-    async def completed(
-        self, connection: Connection, request: Any, buffer: Any, within_s: float | None = None
-    ) -> None:
-        """Wait for a request on `buffer`. Raises KvspError (503), after `within_s` (STALL_S) too."""
+    def posted(
+        self, connection: Connection | None, request: Any, buffer: Any, within_s: float | None = None
+    ) -> Request:
+        """Keep what UCX was asked to do with `buffer` until it is done, at most `within_s` (STALL_S)."""
+        until = self._loop.time() + (STALL_S if within_s is None else within_s)
+        made = Request(self, connection, request, buffer, until)
         if not request.completed:
-            future = self._loop.create_future()
-            until = self._loop.time() + (STALL_S if within_s is None else within_s)
-            self._waiting.append(_Waiting(connection, request, buffer, future, until))
-            self._kick()
-            await future
+            self._waiting.append(made)
+        return made
+
+    def check(self, request: Any) -> None:
+        """Raises KvspError (503) unless a request that is complete has succeeded."""
         try:
             request.check_error()
         except self._bindings.UCXError as error:
             raise lost(str(error)) from error
+
+    def kick(self) -> None:
+        """Have UCX do what there is to do, soon: something was posted."""
+        if not self._pumping and not self._closed:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
 
     def close(self) -> None:
         """End all connections and the listener. Idempotent; returns when UCX has let go of all buffers."""
@@ -125,7 +158,7 @@ class Engine:
             self._worker.progress()  # what was cancelled holds on to the worker until it has been seen
         self._settle()
         for each in self._waiting:
-            each.future.cancel()
+            each.end(lost("closed"))
         self._waiting.clear()
         self._timer.cancel()
         self.threads.shutdown()
@@ -143,8 +176,8 @@ class Engine:
         self._settle()
         # ucxx forgets to complete some; UCX itself is done with all of an endpoint that is closed.
         for each in self._waiting:
-            if each.connection is connection and not each.future.done():
-                each.future.set_exception(lost("the connection was closed"))
+            if each.connection is connection:
+                each.end(lost("the connection was closed"))
         self._waiting = [each for each in self._waiting if each.connection is not connection]
 
     def busy(self, connection: Connection) -> bool:
@@ -162,11 +195,6 @@ class Engine:
         self._connections.add(connection)
         return connection
 
-    def _kick(self) -> None:
-        if not self._pumping and not self._closed:
-            self._pumping = True
-            self._loop.call_soon(self._pump)
-
     def _pump(self) -> None:
         self._pumping = False
         if self._closed:
@@ -178,24 +206,24 @@ class Engine:
         self._settle()
         # Only an armed worker announces what comes next; it refuses while there is something to do.
         if not self._worker.arm():
-            self._kick()
+            self.kick()
 
     def _settle(self) -> None:
         still = []
         for each in self._waiting:
-            if not each.request.completed:
+            if each.request.completed:
+                each.end(each.failure)
+            else:
                 still.append(each)
-            elif not each.future.done():
-                each.future.set_result(None)
         self._waiting = still
 
     def _tick(self) -> None:
         now = self._loop.time()
         for each in self._waiting:
-            if each.until <= now and not each.future.done():
-                each.future.set_exception(lost("the peer does not move"))
+            if each.until <= now:
+                each.end(lost("the peer does not move"))
         self._drop_strays()
-        self._kick()
+        self.kick()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _drop_strays(self) -> None:
@@ -206,9 +234,7 @@ class Engine:
                 return
             stray = self._worker.tag_probe(self.tag(0), self._bindings.UCXXTagMask(0), remove=True)
             buffer = library.array(bytearray(1))
-            request = self._worker.tag_recv_with_handle(buffer, stray)
-            if not request.completed:
-                self._waiting.append(_Waiting(None, request, buffer, self._loop.create_future(), math.inf))
+            self.posted(None, self._worker.tag_recv_with_handle(buffer, stray), buffer, math.inf)
 
 
 class Connection:
@@ -246,7 +272,7 @@ class Connection:
             await self.send(memoryview(octets), self._said)
             return
         buffer = library.array(octets)
-        await self.engine.completed(self, self._open().stream_send(buffer), buffer)
+        await self.engine.posted(self, self._open().stream_send(buffer), buffer)
 
     async def hear(self, octets: int, within_s: float | None = None) -> bytes:
         """So many octets of what the peer says. Raises KvspError (503)."""
@@ -257,18 +283,18 @@ class Connection:
             request = endpoint.stream_recv(buffer)
         else:
             request = endpoint.tag_recv(buffer, self.engine.tag(self._heard.start))
-        await self.engine.completed(self, request, buffer, within_s)
+        await self.engine.posted(self, request, buffer, within_s)
         return bytes(heard)
 
-    async def send(self, view: memoryview, tag: int) -> None:
-        """Send one message; `view` must not change before this returns. Raises KvspError (503)."""
+    def send(self, view: memoryview, tag: int) -> Request:
+        """Begin to send one message; `view` must not change before that is done. Raises KvspError (503)."""
         buffer = library.array(view)
-        await self.engine.completed(self, self._open().tag_send(buffer, self.engine.tag(tag)), buffer)
+        return self.engine.posted(self, self._open().tag_send(buffer, self.engine.tag(tag)), buffer)
 
-    async def receive(self, view: Octets, tag: int) -> None:
-        """Receive one message of at most so many octets. Raises KvspError (503), when it is longer too."""
+    def receive(self, view: Octets, tag: int) -> Request:
+        """Begin to receive one message of at most so many octets; a longer one fails. Raises KvspError (503)."""
         buffer = library.array(view)
-        await self.engine.completed(self, self._open().tag_recv(buffer, self.engine.tag(tag)), buffer)
+        return self.engine.posted(self, self._open().tag_recv(buffer, self.engine.tag(tag)), buffer)
 
     def close(self) -> None:
         """Idempotent. When it returns, UCX touches none of the buffers any more."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final
 
 from kvsp.bulk.source import SourceUnavailableError
@@ -44,9 +45,14 @@ def load() -> Any:
 
 def array(buffer: Any) -> Any:
     """What ucxx takes for memory; keeps `buffer` alive."""
+    return _array_type()(buffer)
+
+
+@cache
+def _array_type() -> Any:
     from ucxx._lib.arr import Array
 
-    return Array(buffer)
+    return Array
 
 
 def open_context(options: Mapping[str, str]) -> Any:

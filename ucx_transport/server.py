@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -18,7 +18,7 @@ from ucx_transport import library, session
 from ucx_transport.config import UcxConfig
 from ucx_transport.engine import Connection, Engine
 from ucx_transport.errors import lost
-from ucx_transport.frames import FRAME_OCTETS, SEALED_FRAME_OCTETS, Movement, cut
+from ucx_transport.frames import Movement, cut
 from ucx_transport.memory import Buffers
 
 TICKET_S: Final = 10.0
@@ -94,11 +94,11 @@ class UcxServer:
 
         The offer ends by itself after `lifetime_s`, whatever has been read.
         """
-        return self._offer(view, self._cut(length for _, length in spans), None, lifetime_s)
+        return self._offer(view, cut(length for _, length in spans), None, lifetime_s)
 
     def offer_write(self, view: memoryview, wrote: Callable[[int], None], lifetime_s: float) -> Ticket:
         """A ticket to fill `view` once; `wrote(n)` is called when octets 0...n are in place."""
-        return self._offer(view, self._cut([len(view)]), wrote, lifetime_s)
+        return self._offer(view, cut([len(view)]), wrote, lifetime_s)
 
     def revoke(self, ticket: Ticket) -> None:
         """End an offer, finished or not; idempotent. When it returns, its memory is not touched any more."""
@@ -125,9 +125,6 @@ class UcxServer:
         present_by = loop.time() + min(TICKET_S, lifetime_s)
         self._offers[_index(ticket.token)] = _Offer(ticket, view, wrote, present_by, lapse)
         return ticket
-
-    def _cut(self, lengths: Iterable[int]) -> tuple[int, ...]:
-        return cut(lengths, SEALED_FRAME_OCTETS if self._config.fabric == "sealed" else FRAME_OCTETS)
 
     def _accepted(self, connection: Connection) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(connection))

@@ -429,8 +429,8 @@ Global___ComputeShardReply: _TypeAlias = ComputeShardReply  # noqa: Y015
 
 @_typing.final
 class AttendRequest(_message.Message):
-    """Numbers are little-endian. `queries` is [heads, new, dim] in float32; tokens at positions from `before` on are
-    not seen.
+    """Numbers are little-endian. `queries` is [heads, new, dim], in the descriptor's element type or in float32, as its
+    length tells; tokens at positions from `before` on are not seen.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

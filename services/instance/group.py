@@ -52,6 +52,11 @@ class Context:
             self.map = ShardMap(self.map.map, version, list(self.next))
             self.next = ()
 
+    def abort(self, version: int) -> None:
+        """This version does not follow: the next attempt names its members anew."""
+        if version == self.map.version + 1:
+            self.next = ()
+
     @property
     def home(self) -> str:
         """The instance that generates: it holds the last range."""
@@ -61,6 +66,11 @@ class Context:
     def end(self) -> int:
         """The tokens that the map covers."""
         return reshard.covered(self.map)[1]
+
+    @property
+    def complete(self) -> int:
+        """The tokens of the prompt that are in complete blocks."""
+        return self.prompt_tokens // self.block_tokens * self.block_tokens
 
     @property
     def instances(self) -> set[str]:

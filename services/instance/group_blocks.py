@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -22,6 +23,7 @@ from services.instance import metrics
 from services.instance.directory import Directory
 from services.instance.loading import Holders
 from services.instance.peers import Holder
+from services.instance.storing import Store
 
 Block = tuple[int, bytes]
 """Its number in the context, and its key."""
@@ -41,13 +43,17 @@ log = structlog.get_logger()
 
 
 class GroupBlocks:
-    """Fetches `parallel` blocks of each holder at a time; keeps what is released at this instance's own."""
+    """Fetches `parallel` blocks of each holder at a time; keeps what is released at this instance's own.
+
+    What was computed goes the way of all new blocks, by `store`.
+    """
 
     def __init__(
         self,
         holders: Holders,
         directory: Directory,
         workers: Executor,
+        store: Store,
         *,
         descriptor: Descriptor,
         compat_id: str,
@@ -56,6 +62,7 @@ class GroupBlocks:
         self._holders = holders
         self._directory = directory
         self._workers = workers
+        self._store = store
         self._descriptor = descriptor
         self._compat_id = compat_id
         self._parallel = parallel
@@ -85,6 +92,17 @@ class GroupBlocks:
                     await self._holders.own.put(name, [octets])
             except KvspError as error:
                 log.warning("block not stored", status=error.status)
+
+    async def publish(self, scope_id: str, blocks: Iterable[Block], export: Callable[[int], bytes]) -> None:
+        """Store new blocks, no faster than holders take them.
+
+        `export` makes a block's container, on a worker thread; LookupError: it is not here any more, but stored.
+        """
+        loop = asyncio.get_running_loop()
+        for block, key in blocks:
+            await self._store.room()
+            with suppress(LookupError):
+                self._store.add(scope_id, key, await loop.run_in_executor(self._workers, export, block))
 
     async def _drain(self, scope_id: str, holder: Holder, missing: list[Block], place: Place) -> None:
         """Until a source has given every block."""

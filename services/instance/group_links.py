@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,16 +42,26 @@ class Link:
                 self._reading = asyncio.create_task(self._read(self._call, self._waiting))
                 messages = [instance_pb2.AttendRequest(map=self._name), request]
             self._waiting.append(reply)  # before there is anything to wait for: the stream may end at any time
-            call = self._call
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended: the reader learns why
-                for message in messages:
-                    await call.write(message)
+            try:
+                await self._write(self._call, messages)
+            except asyncio.CancelledError:
+                self._drop()  # nobody knows whether it was sent, and so whose the next reply would be
+                raise
         return await reply
 
     def close(self) -> None:
         """End the stream; whoever waits gets KvspError (503)."""
         if self._call is not None:
             self._call.cancel()
+
+    async def _write(self, call: Any, messages: Sequence[instance_pb2.AttendRequest]) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended: the reader learns why
+            for message in messages:
+                await call.write(message)
+
+    def _drop(self) -> None:
+        self.close()
+        self._call = None
 
     async def _read(self, call: Any, waiting: deque[asyncio.Future[instance_pb2.AttendReply]]) -> None:
         error = unavailable("the member has ended the stream")

@@ -53,6 +53,8 @@ class GroupRuns:
         self._moved = moved
         self._alone = alone
         self._running: dict[str, Key] = {}
+        self._lost: dict[str, Key] = {}
+        """Those whose group is lost, until the placement controller knows."""
         self._calls: dict[str, set[asyncio.Task[None]]] = {}
         """By session: what the others compute, or that the group is lost."""
 
@@ -76,17 +78,22 @@ class GroupRuns:
 
     def stop(self, key: Key) -> None:
         """The session is not this instance's any more, and so the context is of no use."""
-        if self._running.get(key[0]) == key:
-            self._end(key[0])
-            self._groups.leave(key[0])
-        self._cancel(key[0])
+        name = key[0]
+        if self._running.get(name) == key:
+            self._groups.leave(name)
+        if key in (self._running.get(name), self._lost.get(name)):
+            self._end(name)
 
     def leave(self, name: str) -> None:
-        """The placement controller has no such group any more: what runs here goes on without."""
+        """The placement controller has no such group any more.
+
+        While its session runs, that is so only when the session is over, or another's under a later epoch: there
+        is nothing to go on with.
+        """
         key = self._end(name)
         self._groups.leave(name)
         if key is not None:
-            self._alone(key)
+            self._moved(key)
 
     async def close(self) -> None:
         """End everything."""
@@ -111,8 +118,8 @@ class GroupRuns:
         if sharding is None:
             return False
         peers = Peers(member, self._groups.learned)
-        on_event, gone = partial(self._on_event, member), partial(self._gone, key)
         first = context.map.shards[-1].tokens[0]
+        on_event, gone = partial(self._on_event, member, first), partial(self._gone, key)
         try:
             member.run = sharding.home(member.store, peers, work_of(start, None), first, tell=on_event, gone=gone)
         except KvspError as error:
@@ -138,9 +145,10 @@ class GroupRuns:
             log.warning("a member does not compute its range", status=error.status)
             member.links.close()  # so that the run does not wait for it
 
-    def _on_event(self, member: Member, event: Event) -> None:
+    def _on_event(self, member: Member, first: int, event: Event) -> None:
         if isinstance(event, Started):
             member.attend_s = DECODE_S
+            self._groups.publish(member, (first, member.context.complete))
         elif isinstance(event, Finished):
             member.run = None
             self._end(event.session)
@@ -151,6 +159,7 @@ class GroupRuns:
         log.warning("a group is lost")
         self._end(key[0])
         self._groups.leave(key[0])
+        self._lost[key[0]] = key
         self._call(key[0], self._report(key))
 
     async def _report(self, key: Key) -> None:
@@ -161,18 +170,21 @@ class GroupRuns:
                 await self._controller.lost_group(key[0])
             except KvspError as error:
                 if error.status < 500 and error.status not in TRANSIENT:
+                    del self._lost[key[0]]
                     self._alone(key)
                     return
             else:
+                del self._lost[key[0]]
                 self._moved(key)
                 return
             await asyncio.sleep(pause_ms / 1000)
             pause_ms = min(longest_ms, 2 * pause_ms)
 
     def _end(self, session: str) -> Key | None:
-        """The session is not run here any more."""
+        """The session is not run here any more, nor reported as lost. The one that was."""
         self._cancel(session)
-        return self._running.pop(session, None)
+        lost = self._lost.pop(session, None)
+        return self._running.pop(session, lost)
 
     def _call(self, session: str, work: Coroutine[Any, Any, None]) -> None:
         calls = self._calls.setdefault(session, set())

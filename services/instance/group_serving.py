@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -20,11 +20,10 @@ ATTEND_THREADS: Final = 4
 
 
 class GroupServing:
-    """`add` takes new blocks: scope, key and container. Raises KvspError as said."""
+    """Raises KvspError as said."""
 
-    def __init__(self, groups: Groups, add: Callable[[str, bytes, bytes], None]) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._add = add
         self._workers = ThreadPoolExecutor(ATTEND_THREADS, "kvsp-attend")
 
     async def close(self) -> None:
@@ -45,20 +44,19 @@ class GroupServing:
             await asyncio.shield(member.computed)
 
     def _compute(self, member: Member, tokens: Range, ids: Sequence[int]) -> None:
-        sharding, context = self._groups.sharding, member.context
+        sharding = self._groups.sharding
         if sharding is None:
             raise unavailable("this instance shares no contexts")
-        context.check_ids(tokens, ids)
+        member.context.check_ids(tokens, ids)
         computed = outcome()
 
         def done(is_whole: bool) -> None:
             settle(computed, None if is_whole else unavailable("the range could not be computed"))
-
-        def stored(block: int, octets: bytes) -> None:
-            self._add(context.scope_id, context.names[block], octets)
+            if is_whole:
+                self._groups.publish(member, tokens)
 
         peers = Peers(member, self._groups.learned)
-        member.run = sharding.member(member.store, peers, tokens, ids, done=done, stored=stored)
+        member.run = sharding.member(member.store, peers, tokens, ids, done=done)
         member.computed = computed
 
     async def attend(self, member: Member, request: instance_pb2.AttendRequest) -> instance_pb2.AttendReply:

@@ -32,6 +32,7 @@ from services.instance.shards import Drop, Fetch, Instruction, Serve, Shards, St
 from services.instance.state import InstanceState
 
 if TYPE_CHECKING:  # torch takes seconds to import
+    from services.instance.shard_store import ShardStore
     from services.instance.sharding import Sharding
 
 FIRST_VERSION: Final = 1
@@ -39,6 +40,8 @@ FIRST_VERSION: Final = 1
 
 GROUPS_MAX: Final = 1024
 IDLE_MS: Final = 600_000
+PUBLISH_S: Final = 120.0
+"""What is not stored by then can be computed again, if need be."""
 LOOK_S: Final = 30.0
 
 log = structlog.get_logger()
@@ -72,6 +75,9 @@ class Groups:
         self._octets_max = octets_max
         self._shards = Shards(state.settings.block_tokens)
         self._members: dict[str, Member] = {}
+        self._unnamed: dict[str, int] = {}
+        """Maps that nobody has told of, only planned for: when that was, in ms."""
+        self._publishing: dict[asyncio.Task[None], ShardStore] = {}
 
     async def run(self) -> None:
         """Forget groups that nobody asks for any more, for ever."""
@@ -85,19 +91,25 @@ class Groups:
             is_running = member.at_home and member.run is not None
             if not is_running and now - member.used_ms >= IDLE_MS:
                 self.leave(name)
+        for name, planned_ms in list(self._unnamed.items()):
+            if now - planned_ms >= IDLE_MS:
+                self.leave(name)
 
     async def close(self) -> None:
         """Leave all; waits for what is being computed."""
         runs = [member.run for member in self._members.values() if member.run is not None]
         for name in list(self._members):
             self.leave(name)
+        for task in self._publishing:
+            task.cancel()
+        await asyncio.gather(*self._publishing, return_exceptions=True)
         for run in runs:
             await asyncio.to_thread(run.join)
 
     @property
     def utilization(self) -> float:
         """The part of `octets_max` that is taken, 0 ... 1."""
-        return sum(member.store.octets_max for member in self._members.values()) / self._octets_max
+        return sum(store.octets_max for store in self._stores()) / self._octets_max
 
     # --- membership ---
 
@@ -138,7 +150,7 @@ class Groups:
             raise unavailable("a member has no address here")
         known = self._members.get(told.map.map)
         if known is not None and self._shards.knows(known.name):
-            known.context.update(context, known.view[0])
+            known.context.update(context, self._shards.version(known.name))
             known.used_ms = now_ms()
             return
         require_active(self._state.state)
@@ -149,6 +161,7 @@ class Groups:
         """Forget a group, if it is known."""
         self._shards.forget(name)
         self._shards.instructions()  # all that it held goes with its store
+        self._unnamed.pop(name, None)
         member = self._members.pop(name, None)
         if member is not None:
             member.stop()
@@ -191,10 +204,25 @@ class Groups:
         if wanted and wanted[-1][1] < member.positions:
             wanted[-1] = wanted[-1][0], member.positions
         octets = sum(map(member.store.octets_of, wanted))
-        others = sum(each.store.octets_max for each in self._members.values() if each is not member)
+        others = sum(store.octets_max for store in self._stores() - {member.store})
         if others + octets > self._octets_max:
             raise unavailable("no room for the context")
         member.store.octets_max = octets
+
+    def _stores(self) -> set[ShardStore]:
+        """Of all groups, and of those that were left while their blocks are being stored."""
+        return {*(member.store for member in self._members.values()), *self._publishing.values()}
+
+    def publish(self, member: Member, tokens: Range) -> None:
+        """Have the blocks of a range that was computed here stored, also when the group ends meanwhile."""
+        task = asyncio.create_task(self._publish(member.store, member.context, tokens))
+        self._publishing[task] = member.store
+        task.add_done_callback(self._publishing.pop)
+
+    async def _publish(self, store: ShardStore, context: Context, tokens: Range) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PUBLISH_S):
+                await self._blocks.publish(context.scope_id, context.blocks(tokens), store.export)
 
     # --- plans ---
 
@@ -209,11 +237,12 @@ class Groups:
         if isinstance(request.commit, int):
             version = self._commit(request.map, request.commit)
         elif isinstance(request.abort, int):
-            version = self._shards.abort(request.map, request.abort)
-            self._carry_out()
+            version = self._abort(member, request.map, request.abort)
         else:
             await self._plan(member, request)
             return ReshardReply(request.map, to=request.new)
+        if not self._shards.knows(request.map):
+            self._unnamed.pop(request.map, None)
         return ReshardReply(request.map, version=version)
 
     def learned(self, member: Member, version: int) -> None:
@@ -231,6 +260,13 @@ class Groups:
             metrics.GROUP_OCTETS.labels("retained").inc(octets)
         self._carry_out()
         return version
+
+    def _abort(self, member: Member | None, name: str, version: int) -> int:
+        stays = self._shards.abort(name, version)
+        if member is not None:
+            member.context.abort(version)
+        self._carry_out()
+        return stays
 
     async def _plan(self, member: Member | None, request: ReshardRequest) -> None:
         old, _, retain, _, release = parts(request)
@@ -252,12 +288,13 @@ class Groups:
 
     def _plan_unnamed(self, request: ReshardRequest) -> None:
         """Of a map that nobody has told of: it "adopts `from`" (U-38), but what it would fetch has no names."""
+        self._shards.check(request)
+        if parts(request).fetch:
+            raise unavailable("the context is not known here, and so not what its blocks are called")
         if not self._shards.knows(request.map) and len(self._shards) >= GROUPS_MAX:
             raise unavailable("no more maps are known here")
-        is_prepared = self._shards.plan(request)
-        self._carry_out()
-        if not is_prepared:
-            raise unavailable("the context is not known here, and so not what its blocks are called")
+        self._shards.plan(request)
+        self._unnamed[request.map] = now_ms()
 
     def _grow(self, member: Member, planned: Sequence[Range]) -> None:
         """What was generated belongs to home's last range, as far as the plan says and it is computed."""
@@ -266,7 +303,7 @@ class Groups:
         with suppress(LookupError):  # not computed: then the plan is in conflict with what is held
             if grown[0] < grown[1] and member.store.ready(self._descriptor.layers - 1, [grown]):
                 self._shards.grown(member.name, grown)
-                member.show(member.view[0], self._shards.held(member.name))
+                member.show(self._shards.version(member.name), self._shards.held(member.name))
 
     async def _keep(self, member: Member, ranges: Sequence[Range]) -> None:
         """Others may be about to fetch what is to be released here."""
@@ -283,13 +320,17 @@ class Groups:
         except (KvspError, TimeoutError) as error:
             status = error.status if isinstance(error, KvspError) else "timeout"
             log.warning("a plan's ranges could not be loaded", status=status)
-            settle(member.loaded, unavailable(f"cannot load for map version {fetch.version}"))
+            self._failed(member, fetch)
         except Exception as error:
             log.error("a plan failed", kind=type(error).__name__, where=frames(error))
-            settle(member.loaded, unavailable(f"cannot load for map version {fetch.version}"))
+            self._failed(member, fetch)
         else:
             self._shards.loaded(member.name, fetch.version)
             settle(member.loaded)
+
+    def _failed(self, member: Member, fetch: Fetch) -> None:
+        self._shards.failed(member.name, fetch.version)
+        settle(member.loaded, unavailable(f"cannot load for map version {fetch.version}"))
 
     async def _fetch(self, member: Member, fetch: Fetch) -> None:
         context, store = member.context, member.store

@@ -67,7 +67,7 @@ class Host:
     ) -> None:
         self.state = state
         self.groups = groups
-        self.serving = GroupServing(groups, loading.add)
+        self.serving = GroupServing(groups)
         self.group_runs = GroupRuns(groups, controller, self.on_event, self._moved, self._alone)
         self.failed = asyncio.Event()
         self._engine = engine

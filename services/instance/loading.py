@@ -101,7 +101,7 @@ class Loading:
             descriptor=descriptor, compat_id=compat_id, lease_ms=config.lease_ms, device=device,
         )  # fmt: skip
         durable = [holders.others[uri] for uri in config.durable]
-        self._store = Store(holders.own, durable, compat_id, octets_max=config.queue_octets, stored=keep)
+        self.store = Store(holders.own, durable, compat_id, octets_max=config.queue_octets, stored=keep)
 
     async def prefetch(self, begin: BeginDirective, outcome: Outcome) -> None:
         """Carry out a directive, until all its blocks have had their outcome."""
@@ -112,18 +112,18 @@ class Loading:
 
     def add(self, scope_id: str, key: bytes, octets: bytes) -> None:
         """A new block was computed here."""
-        self._store.add(scope_id, key, octets)
+        self.store.add(scope_id, key, octets)
 
     async def run(self) -> None:
         """What goes on in the background, for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._news.run(self.holders.own, self._compat_id))
             for _ in range(storing.WORKERS):
-                group.create_task(self._store.run())
+                group.create_task(self.store.run())
 
     async def close(self) -> None:
         """Bring out what waits, if that is soon, and end the rest."""
-        await self._store.flushed()
+        await self.store.flushed()
         await self._loads.close()
         await self._news.end(self.holders.own)
 

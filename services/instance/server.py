@@ -196,7 +196,7 @@ async def hosted(
         controller = await _controller(stack, config, policy)
         state = InstanceState(settings, scopes, holders.sources, now_ms())
         blocks = GroupBlocks(
-            holders, directory, workers,
+            holders, directory, workers, made.store,
             descriptor=engine.descriptor, compat_id=settings.compat_id, parallel=config.parallel,
         )  # fmt: skip
         groups = Groups(

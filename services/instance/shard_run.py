@@ -5,8 +5,12 @@ or with the sessions of the scheduler.
 
 A run tells, on the event loop that it was made on:
 
-* at a member (`MemberRun`): Computed, then BlockDone for every block of its range;
-* at home (`HomeRun`): what the scheduler tells of a session (engine.py): Started, Sampled, ..., Finished.
+* at a member (`MemberRun`): Computed;
+* at home (`HomeRun`): what the scheduler tells of a session (engine.py): Started, Sampled, ..., Finished, with
+  BlockDone for what is completed after Started.
+
+Blocks of what is computed in one piece, before Computed or Started, are many: the shell takes them from the store
+as fast as it can get rid of them.
 
 In place of anything that is still to come there may be one GroupGone, or one Finished with "failed", as the last.
 """
@@ -28,7 +32,6 @@ from kvsp.protocol.errors import bad_request
 from kvsp.protocol.reshard import Range, without
 from kvsp.rpc.interceptors import frames
 from services.instance.engine import BlockDone, Engine, Event, Finished, Sampled, Started, Work, end_reason
-from services.instance.scheduler import EXPORTS_A_TURN
 from services.instance.shard_store import NotHeld, ShardStore
 from services.instance.sharded import GroupLost, Halt, Halted, Remote, Sharded
 
@@ -147,9 +150,6 @@ class MemberRun(ShardRun):
     def _compute(self) -> None:
         self._forward(self._tokens, self._ids)
         self._tell(Computed(*self.key))
-        size = self._engine.descriptor.block_tokens
-        for block in range(self._tokens[0] // size, self._tokens[1] // size):
-            self._export(block)
 
 
 class HomeRun(ShardRun):
@@ -176,7 +176,7 @@ class HomeRun(ShardRun):
         self._work = work
         self._first = first
         self._length = length
-        self._exported = first // engine.descriptor.block_tokens
+        self._exported = length // engine.descriptor.block_tokens
         self._positions = min(work.prompt_tokens + work.max_tokens, engine.positions_max)
         super().__init__(engine, store, remote, on_event, (work.session, work.epoch))
 
@@ -193,15 +193,14 @@ class HomeRun(ShardRun):
             reason = end_reason(work, self._length, self._positions, token)
             if reason is not None:
                 break
-            self._export_some(EXPORTS_A_TURN)
+            self._export_complete()
             logits = self._forward((self._length - 1, self._length), [token])
-        self._export_some(self._length)
+        self._export_complete()
         self._tell(Finished(*self.key, reason))
 
-    def _export_some(self, most: int) -> None:
-        """Tell of complete blocks: all but the last token are computed."""
+    def _export_complete(self) -> None:
+        """Tell of new complete blocks: all but the last token are computed."""
         complete = (self._length - 1) // self._engine.descriptor.block_tokens
-        end = min(complete, self._exported + most)
-        for block in range(self._exported, end):
+        for block in range(self._exported, complete):
             self._export(block)
-        self._exported = end
+        self._exported = complete

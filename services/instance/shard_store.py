@@ -41,7 +41,7 @@ class ShardStore:
         self.octets_max = octets_max
         self._descriptor = descriptor
         self._piece_tokens = PIECE_BLOCKS * descriptor.block_tokens
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._pieces: dict[int, _Piece] = {}
         """By their place among pieces: tokens n * `_piece_tokens` ... are in piece n."""
         self._held: list[Range] = []
@@ -60,14 +60,14 @@ class ShardStore:
 
     def ranges(self) -> list[Range]:
         """What is held, reserved tokens included, ascending."""
-        with self._changed:
+        with self._lock:
             return list(self._held)
 
     # --- writing ---
 
     def reserve(self, tokens: Range) -> None:
         """Make room for tokens. Raises ValueError when some are held already, KvspError (503) without room."""
-        with self._changed:
+        with self._lock:
             if tokens[0] >= tokens[1] or common(self._held, [tokens]):
                 raise ValueError("no tokens, or tokens that are held already")
             # Of a range of any length no more places are listed than there can be.
@@ -83,7 +83,7 @@ class ShardStore:
     def rows(self, layer: int, block: int) -> tuple[memoryview, memoryview]:
         """Where the K and the V section of a layer of a block belong. Raises NotHeld."""
         size = self._descriptor.block_tokens
-        with self._changed:
+        with self._lock:
             piece, at = self._piece(block * size, (block + 1) * size)
         keys, values = (octets_of(rows[at : at + size]) for rows in piece.rows[layer])
         return keys, values
@@ -97,17 +97,16 @@ class ShardStore:
 
     def advance(self, tokens: Range, layers: int) -> None:
         """Layers 0 ... layers - 1 of what was reserved of these tokens are there, verified or computed."""
-        with self._changed:
+        with self._lock:
             for arriving in [each for each in self._arriving if tokens[0] <= each[0] and each[1] <= tokens[1]]:
                 self._arriving[arriving] = layers
                 if layers == self._descriptor.layers:
                     del self._arriving[arriving]
-            self._changed.notify_all()
         self._watcher()
 
     def release(self, tokens: Range) -> None:
         """Hold these tokens no more; pieces without any that are held give their memory back."""
-        with self._changed:
+        with self._lock:
             self._held = without(self._held, [tokens])
             for place in list(self._pieces):
                 if not common(self._held, [(place * self._piece_tokens, (place + 1) * self._piece_tokens)]):
@@ -116,21 +115,18 @@ class ShardStore:
             self._arriving = {
                 rest: layers for each, layers in self._arriving.items() for rest in without([each], [tokens])
             }
-            self._changed.notify_all()
         self._watcher()
 
     # --- reading ---
 
     def ready(self, layer: int, ranges: Sequence[Range]) -> bool:
         """Is this layer of all these tokens there? Raises NotHeld."""
-        with self._changed:
-            return self._ready(layer, ranges)
-
-    def wait_layer(self, layer: int, ranges: Sequence[Range], timeout_s: float) -> None:
-        """Return when `ready`. Raises NotHeld, also when they are released meanwhile, and TimeoutError."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ready(layer, ranges), timeout_s):
-                raise TimeoutError
+        with self._lock:
+            if without(ranges, self._held):
+                raise NotHeld
+            return not any(
+                layers <= layer and common(ranges, [arriving]) for arriving, layers in self._arriving.items()
+            )
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call `watcher` after each `advance` and `release`, on their thread: to wait without a thread."""
@@ -148,7 +144,7 @@ class ShardStore:
     def address(self, block: int) -> int:
         """Where in memory a block is. Raises NotHeld."""
         size = self._descriptor.block_tokens
-        with self._changed:
+        with self._lock:
             piece, at = self._piece(block * size, (block + 1) * size)
         return piece.rows[0, 0, at].data_ptr()
 
@@ -161,13 +157,6 @@ class ShardStore:
     def _places(self, tokens: Range) -> range:
         return range(tokens[0] // self._piece_tokens, -(-tokens[1] // self._piece_tokens))
 
-    def _ready(self, layer: int, ranges: Sequence[Range]) -> bool:
-        if without(ranges, self._held):
-            raise NotHeld
-        return not any(
-            layers <= layer and common(ranges, [arriving]) for arriving, layers in self._arriving.items()
-        )
-
     def _piece(self, first: int, end: int) -> tuple[_Piece, int]:
         """The piece that has these tokens, and the place of the first of them within it."""
         if without([(first, end)], self._held):
@@ -178,7 +167,7 @@ class ShardStore:
     def _spans(self, layer: int, tokens: Range) -> Iterator[tuple[Range, LayerStates]]:
         """The tokens by piece, with keys and values of each."""
         size = self._piece_tokens
-        with self._changed:
+        with self._lock:
             if without([tokens], self._held):
                 raise NotHeld
             pieces = [(place * size, self._pieces[place]) for place in self._places(tokens)]

@@ -15,9 +15,11 @@ sizes. `batch_invariant` does not hold for a group.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
@@ -33,6 +35,9 @@ from services.instance.shard_store import PIECE_BLOCKS, NotHeld, ShardStore
 
 ASKED_OCTETS: Final = 2 << 20
 """Of float32 output that one `Remote.attend` asks for, at most, so that it fits one gRPC message (4 MiB)."""
+
+ASKED_AHEAD: Final = 4
+"""Calls of `Remote.attend` that are open at a time. Each takes memory at both ends, and its time runs."""
 
 JOINED_PIECES: Final = 16
 """Partials that are kept before they are merged."""
@@ -172,18 +177,21 @@ class Sharded(Cache):
         rows = max(1, ASKED_OCTETS // (4 * heads * dim))
         spans = [(start, min(start + rows, new)) for start in range(0, new, rows)]
         # The first tokens of a context have nobody to ask.
-        asked = [self._ask(view, queries[:, start:end]) for start, end in spans] if first else []
+        asks = (self._ask(view, queries[:, start:end]) for start, end in (spans if first else ()))
+        asked = deque(islice(asks, ASKED_AHEAD))
         older = common([*view.ranges, (view.end, max(view.end, first))], [(0, first)])
         try:
-            for at, (start, end) in enumerate(spans):
+            for start, end in spans:
                 self._halt.check()
                 mine, before = queries[:, start:end], first + start
                 partials = [attend(mine, keys[:, start:end], values[:, start:end], scale, first=0)]
                 here = [*older, (first, before)]
                 partials.append(attend_local(self._store, here, self._layer, mine, before, scale=scale))
                 if asked:
-                    partials += self._halt.wait(asked[at])
+                    partials += self._halt.wait(asked[0])
+                    asked.popleft()
                 output[start:end] = merge(partials).transpose(0, 1)
+                asked.extend(islice(asks, 1))
         finally:
             for future in asked:
                 future.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 
+from kvsp.connectors.layout import DTYPES, octets_of
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.reshard import Range
 from kvsp.v1 import instance_pb2
-from services.instance.engine import BlockDone, Engine, Event, Work
+from services.instance.engine import Engine, Event, Work
 from services.instance.group_member import Peers
 from services.instance.partial import Partial
 from services.instance.shard_run import Computed, GroupGone, HomeRun, MemberRun, ShardEvent
@@ -24,10 +26,14 @@ FLOAT_OCTETS = struct.calcsize("<f")
 
 
 class GroupRemote:
-    """See `sharded.Remote`: the other members, over the streams of `peers`. To be made on the event loop."""
+    """See `sharded.Remote`: the other members, over the streams of `peers`. To be made on the event loop.
 
-    def __init__(self, peers: Peers) -> None:
+    `dtype` is the descriptor's, which all members have; other queries travel as float32.
+    """
+
+    def __init__(self, peers: Peers, dtype: torch.dtype) -> None:
         self._peers = peers
+        self._dtype = dtype
         self._loop = asyncio.get_running_loop()
 
     def view(self) -> View:
@@ -37,9 +43,11 @@ class GroupRemote:
     def attend(self, version: int, layer: int, queries: torch.Tensor, before: int) -> Future[list[Partial]]:
         """See `sharded.Remote`."""
         heads, new, dim = queries.shape
+        if queries.dtype != self._dtype:
+            queries = queries.float()
         request = instance_pb2.AttendRequest(
             version=version, layer=layer, before=before, heads=heads, new=new, dim=dim,
-            queries=queries.float().numpy().tobytes(),
+            queries=bytes(octets_of(queries)),
         )  # fmt: skip
         return asyncio.run_coroutine_threadsafe(self._attend(request), self._loop)
 
@@ -58,6 +66,7 @@ class Sharding:
 
     def __init__(self, engine: Engine[Any]) -> None:
         self.engine = engine
+        self._dtype = DTYPES[engine.descriptor.kv_dtype]
 
     def store(self, octets_max: int) -> ShardStore:
         """For one map's KV."""
@@ -71,21 +80,19 @@ class Sharding:
         ids: Sequence[int],
         *,
         done: Callable[[bool], None],
-        stored: Callable[[int, bytes], None],
     ) -> MemberRun:
-        """Compute a range of the prompt; `done` is told whether it is there, `stored` of its blocks.
+        """Compute a range of the prompt; `done` is told whether it is there.
 
         Raises KvspError (400).
         """
 
         def on_event(event: ShardEvent) -> None:
-            if isinstance(event, BlockDone):
-                stored(event.block, event.octets)
-            else:
-                done(isinstance(event, Computed))
+            done(isinstance(event, Computed))
 
         key = peers.name, 0
-        return MemberRun(self.engine, store, GroupRemote(peers), on_event, key, tokens=tokens, ids=ids)
+        return MemberRun(
+            self.engine, store, GroupRemote(peers, self._dtype), on_event, key, tokens=tokens, ids=ids
+        )
 
     def home(
         self,
@@ -108,19 +115,19 @@ class Sharding:
             elif not isinstance(event, Computed):
                 tell(event)
 
-        return HomeRun(self.engine, store, GroupRemote(peers), on_event, work, first=first)
+        return HomeRun(self.engine, store, GroupRemote(peers, self._dtype), on_event, work, first=first)
 
     def check(self, request: instance_pb2.AttendRequest) -> None:
         """Raises KvspError (400) unless the queries are such as the model has."""
         made = self.engine.descriptor
-        octets = request.heads * request.new * request.dim * FLOAT_OCTETS
+        elements = request.heads * request.new * request.dim
         if (
             request.layer >= made.layers
             or request.dim != made.head_dim
             or not request.heads
             or request.heads % made.kv_heads
-            or len(request.queries) != octets
-            or not octets
+            or len(request.queries) not in (elements * FLOAT_OCTETS, elements * self._dtype.itemsize)
+            or not elements
         ):
             raise bad_request("no queries of this model")
 
@@ -133,7 +140,9 @@ class Sharding:
         Raises NotHeld.
         """
         shape = request.heads, request.new, request.dim
-        queries = torch.frombuffer(bytearray(request.queries), dtype=torch.float32).view(shape)
+        is_float = len(request.queries) == FLOAT_OCTETS * math.prod(shape)
+        dtype = torch.float32 if is_float else self._dtype
+        queries = torch.frombuffer(bytearray(request.queries), dtype=dtype).view(shape)
         scale = self.engine.scales[request.layer]
         partial = attend_local(store, ranges, request.layer, queries, request.before, scale=scale)
         return instance_pb2.AttendReply(

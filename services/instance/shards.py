@@ -7,9 +7,10 @@ names, calls `loaded` when all is there and answers the plan then, or with 503 w
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import UnsetType
 
@@ -17,6 +18,9 @@ from kvsp.protocol import registry, reshard
 from kvsp.protocol.errors import KvspError, bad_request
 from kvsp.protocol.records import ReshardFetch, ReshardRequest
 from kvsp.protocol.reshard import TRANSITIONS, Event, Phase, Range
+
+LEFT_MAX: Final = 4096
+"""Maps that were left by a commit, whose last version is remembered: the commit may be told again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class Shards:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._members: dict[str, _Member] = {}
+        self._left: OrderedDict[str, int] = OrderedDict()
+        """The versions by whose commit maps were left."""
         self._instructions: list[Instruction] = []
 
     def __len__(self) -> int:
@@ -201,11 +207,19 @@ class Shards:
             self._move(member, Event.LOADED)
         return True
 
+    def failed(self, name: str, version: int) -> None:
+        """Some range of a plan could not be had: it is not acknowledged, and waits for its abort."""
+        member = self._members.get(name)
+        if member is not None and member.phase is Phase.LOADING and member.version + 1 == version:
+            self._move(member, Event.FAILED)
+
     def commit(self, name: str, version: int) -> int:
         """The version in effect. Raises KvspError (kvsp-plan-conflict) for one that was not acknowledged."""
-        member = self._member(name)
-        if member.version == version:
-            return version  # "commit repeat at that version -> 200" (U-38)
+        member = self._members.get(name)
+        if version == (self._left.get(name) if member is None else member.version):
+            return version  # "commit repeat at that version -> 200" (U-38), also by who has left with it
+        if member is None:
+            raise _unknown()
         if member.plan is None or version != member.version + 1 or member.phase is not Phase.PREPARED:
             raise KvspError(registry.PLAN_CONFLICT, "the version is not prepared")
         _, _, retain, fetch, release = parts(member.plan)
@@ -216,18 +230,20 @@ class Shards:
         self._instructions.append(Serve(name, version, tuple(member.held)))
         self._drop(name, release)  # "after which instances release the ranges listed in release"
         if not member.held:
-            del self._members[name]  # it has left the group
+            self._leave(name, version)
         return version
 
     def abort(self, name: str, version: int) -> int:
         """The version that stays in effect. Raises KvspError (kvsp-plan-conflict) after a commit (U-38)."""
         member = self._members.get(name)
-        if member is None:
-            raise KvspError(registry.PLAN_CONFLICT, "the map is not known here")
-        if version <= member.version:
+        committed = self._left.get(name, 0) if member is None else member.version
+        if version <= committed:
             raise KvspError(registry.PLAN_CONFLICT, "the version is committed")
+        # "abort of nothing prepared -> 200" (U-38), also where the plan never came or was aborted before
+        if member is None:
+            return version - 1
         if member.plan is None or version != member.version + 1:
-            return member.version  # "abort of nothing prepared -> 200" (U-38)
+            return member.version
         fetched = member.fetched
         if member.phase is Phase.LOADING:
             self._instructions.append(StopFetch(name, version))
@@ -241,6 +257,13 @@ class Shards:
     def _move(self, member: _Member, event: Event) -> None:
         member.phase = TRANSITIONS[member.phase, event]
 
+    def _leave(self, name: str, version: int) -> None:
+        del self._members[name]
+        self._left[name] = version
+        self._left.move_to_end(name)
+        if len(self._left) > LEFT_MAX:
+            self._left.popitem(last=False)
+
     def _drop(self, name: str, ranges: Sequence[Range]) -> None:
         if ranges:
             self._instructions.append(Drop(name, tuple(ranges)))
@@ -248,12 +271,16 @@ class Shards:
     def _member(self, name: str) -> _Member:
         member = self._members.get(name)
         if member is None:
-            raise KvspError(registry.PLAN_CONFLICT, "the map is not known here")
+            raise _unknown()
         return member
 
     def _check_aligned(self, ranges: Sequence[Range]) -> None:
         if any(first % self._block_tokens or end % self._block_tokens for first, end in ranges):
             raise bad_request("a range does not begin and end with a block")
+
+
+def _unknown() -> KvspError:
+    return KvspError(registry.PLAN_CONFLICT, "the map is not known here")
 
 
 def parts(request: ReshardRequest) -> Plan:

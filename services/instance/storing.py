@@ -1,7 +1,7 @@
 """New blocks on their way to holders: this instance's own first, then those that outlive it (R-171).
 
 In the background, and bounded: when holders do not keep up, the oldest blocks are dropped; they can be computed
-again.
+again. Whoever has many blocks at once waits for `room` before each.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Store:
         self._octets = 0
         self._active = 0
         self._some = asyncio.Event()
+        self._taken = asyncio.Event()
         self._none = asyncio.Event()
         self._none.set()
 
@@ -58,6 +59,12 @@ class Store:
         self._some.set()
         self._none.clear()
 
+    async def room(self) -> None:
+        """Wait until no more than half of what may wait does: the rest is for those who cannot wait."""
+        while self._octets > self._octets_max // 2:
+            self._taken.clear()
+            await self._taken.wait()
+
     async def run(self) -> None:
         """Store what is queued, for ever; several may."""
         while True:
@@ -66,6 +73,7 @@ class Store:
                 await self._some.wait()
             item = self._waiting.popleft()
             self._octets -= len(item[2])
+            self._taken.set()
             self._active += 1
             try:
                 if await self._put(self._own, item):

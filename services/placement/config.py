@@ -26,6 +26,7 @@ class GroupsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     decode_tokens: Count = _GROUPS.decode_tokens
     members_max: Count = _GROUPS.members_max
     deadline_ms: Ms = _GROUPS.deadline_ms
+    groups_max: Count = _GROUPS.groups_max
 
 
 class PlacementConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

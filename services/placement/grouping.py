@@ -3,15 +3,18 @@
 A map has the id of its session. The session's instance, the home, holds the last range and generates; when the
 context is not whole any more, or the home is another, the map is forgotten and the session goes on as any other.
 
-    Form     -> formed(map, ok, now_ms)        ok: all members have joined; if not, all have been told to leave
+    Form     -> formed(map, ok, now_ms)        ok: all members have joined; if not, all are told to leave
     Reshard  -> answered(map, step, instance, ok, now_ms), see groups.py
 
-SendLeave and Settled want no answer.
+    SendLeave -> left(map, instance)           or nothing, when it did not answer in time
+
+Settled wants no answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec import UnsetType
@@ -34,6 +37,15 @@ from services.placement.widths import ByTokens, GroupPolicy, View
 ABORTED_MS: Final = 20_000
 """How long after an aborted step the policy begins no other: what was in the way is there for a while, and what
 was fetched was fetched for nothing. An operator may try at once."""
+
+
+@dataclass(slots=True)
+class _Forming:
+    """A group that is being made. `load`: what the home is to load of the prompt if there is none after all."""
+
+    map: ShardMap
+    load: tuple[Request, Candidate]
+    is_whole: bool = True  # no member has begun anew
 
 
 class Grouping:
@@ -60,7 +72,7 @@ class Grouping:
         self._policy = policy or ByTokens(settings)
         self._migrate = migrate
         self._groups = Groups()
-        self._forming: dict[str, ShardMap] = {}
+        self._forming: dict[str, _Forming] = {}
         self._aborted_ms: dict[str, int] = {}
 
     def restore(self, rows: Iterable[MapRow], now_ms: int) -> list[str]:
@@ -78,10 +90,11 @@ class Grouping:
 
     # --- begin and end ---
 
-    def offer(self, session: Session, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    def offer(self, session: Session, request: Request, candidates: Sequence[Candidate]) -> tuple[str, ...]:
         """The members of a group for a session just bound to the first of `candidates`, if there is to be one.
 
-        All are asked to join.
+        All are asked to join. A group loads nothing: what the home could have loaded for the request, it is
+        directed to when there will be no group after all.
         """
         start = session.checkpoint
         if start is None or not session.block_tokens or session.instance not in self._settings.instances:
@@ -98,29 +111,29 @@ class Grouping:
         members = (*others, session.instance)
         end = session.prompt_tokens // session.block_tokens * session.block_tokens
         shard_map = ShardMap(session.id, 1, first_shards(end, members, session.block_tokens))
-        self._forming[session.id] = shard_map
+        self._forming[session.id] = _Forming(shard_map, (request, home))
         self._outbox.do(Form(GroupContext(shard_map, start, session.prompt_tokens, session.block_tokens)))
         return members
 
     def formed(self, shard_map: ShardMap, now_ms: int, *, ok: bool) -> tuple[str, ...]:
         """All members have joined; or not all, and none is left: the members of the group, or none without one."""
-        known = self._forming.get(shard_map.map) is shard_map
-        if known:
-            del self._forming[shard_map.map]
-        if ok and not known:
-            self._leave(shard_map.map, reshard.held(shard_map))  # it was dropped before all had joined
-        if not (ok and known):
-            return ()
-        self._groups.adopt(shard_map)
-        self._totals.groups_formed += 1
-        self._pass_on(now_ms)
-        return tuple(shard.instance for shard in shard_map.shards)
+        forming = self._taken(shard_map)
+        if ok and forming is not None and forming.is_whole:
+            self._groups.adopt(shard_map)
+            self._totals.groups_formed += 1
+            self._pass_on(now_ms)
+            return tuple(shard.instance for shard in shard_map.shards)
+        if ok:
+            self._leave(shard_map.map, reshard.held(shard_map))
+        if forming is not None:
+            self._load(shard_map.map, *forming.load)
+        return ()
 
     def drop(self, session: str, now_ms: int) -> None:
         """The session has ended, or loses its instance: nobody needs the context as it is."""
         forming = self._forming.pop(session, None)
         if forming is not None:
-            self._leave(session, reshard.held(forming))
+            self._leave(session, reshard.held(forming.map))
         if session in self._groups:
             members = self._groups.members(session)
             self._groups.forget(session)
@@ -159,10 +172,13 @@ class Grouping:
             raise KvspError(registry.PLAN_CONFLICT, "a step of this map is under way")
         if members > len(self._groups.members(name) | self._able(session, session.checkpoint)):
             raise unavailable("not enough active instances")
-        self._groups.fix(name)
-        self._begin(session, session.checkpoint, members, now_ms)
+        self._begin(session, session.checkpoint, members, now_ms, fixes=True)
         self._pass_on(now_ms)
         return self._groups.next(name) or self._groups.get(name)
+
+    def pause_ms(self, name: str, now_ms: int) -> int:
+        """How long `resize` is still refused because of a step that is over."""
+        return self._groups.pause_ms(name, now_ms) if name in self._groups else 0
 
     def answered(self, name: str, step: int, instance: str, now_ms: int, *, ok: bool) -> None:
         """A member has answered a plan or a decision, or did not."""
@@ -171,6 +187,10 @@ class Grouping:
             self._pass_on(now_ms)
         elif ok:
             self._leave(name, [instance])  # it took a plan that came later than the end
+
+    def left(self, name: str, instance: str) -> None:
+        """An instance has answered SendLeave; who does not might still be told."""
+        self._groups.left(name, instance)
 
     def is_settled(self, shard_map: ShardMap) -> bool:
         """Is this version authoritative, and no step under way?"""
@@ -192,9 +212,9 @@ class Grouping:
 
     def restarted(self, instance: str, now_ms: int) -> None:
         """An instance has failed or begun anew: it holds nothing any more."""
-        for name, shard_map in list(self._forming.items()):
-            if instance in reshard.held(shard_map):
-                del self._forming[name]  # `formed` has the others leave
+        for forming in self._forming.values():
+            if instance in reshard.held(forming.map):
+                forming.is_whole = False  # `formed` has the others leave
         self._groups.restarted(instance, now_ms)
         self._pass_on(now_ms)
 
@@ -216,9 +236,7 @@ class Grouping:
         able = {offer.instance for offer in self._placer.offers(of) if offer.prefill_tokens_per_s > 0}
         return able & self._settings.instances - {session.instance}
 
-    def _width(
-        self, session: Session, possible: Collection[str], members: int = 1, cached: int = 0
-    ) -> int:
+    def _width(self, session: Session, possible: Collection[str], members: int = 1, cached: int = 0) -> int:
         """What the policy says, cut to what there can be: one block for each member at least."""
         home = self._fleet.get(session.instance)
         status = None if home is None else home.status
@@ -233,8 +251,13 @@ class Grouping:
         blocks = session.prompt_tokens // session.block_tokens
         return max(1, min(self._policy.width(view), self._settings.members_max, len(possible), blocks))
 
-    def _begin(self, session: Session, of: SessionCheckpoint, width: int, now_ms: int) -> None:
-        """A step to that width, over all complete blocks whose KV the home has; none if the members stay."""
+    def _begin(
+        self, session: Session, of: SessionCheckpoint, width: int, now_ms: int, *, fixes: bool = False
+    ) -> None:
+        """A step to that width, over all complete blocks whose KV the home has; none if the members stay.
+
+        `fixes`: an operator wants it; a step that is aborted fixes nothing.
+        """
         grown = self._grown(session)
         ranked, _ = self._placer.choose(Request((), session.tokens, session.block_tokens), of)
         able = self._able(session, of)
@@ -242,8 +265,10 @@ class Grouping:
         shards = resized(grown, width, others, session.block_tokens)
         if len(shards) != len(grown.shards):
             self._groups.grown(session.id, reshard.covered(grown)[1])
-            self._groups.begin(session.id, shards, self._settings.deadline_ms, now_ms)
+            self._groups.begin(session.id, shards, self._settings.deadline_ms, now_ms, fixes=fixes)
             self._pass_on(now_ms)
+        elif fixes:
+            self._groups.fix(session.id)
 
     def _grown(self, session: Session) -> ShardMap:
         """The map over all complete blocks by now: the KV of the newest token is computed with the next one."""
@@ -287,6 +312,18 @@ class Grouping:
             session.block_tokens,
             () if new is None else tuple(new.shards),
         )
+
+    def _taken(self, shard_map: ShardMap) -> _Forming | None:
+        """A group that is made no more; None: it was dropped before all had joined."""
+        forming = self._forming.get(shard_map.map)
+        if forming is None or forming.map is not shard_map:
+            return None
+        return self._forming.pop(shard_map.map)
+
+    def _load(self, name: str, request: Request, home: Candidate) -> None:
+        session, instance = self._sessions.get(name), self._fleet.get(home.instance)
+        if home.fetches and session is not None and session.checkpoint is not None and instance is not None:
+            self._placer.prefetch(instance, session.checkpoint, request, home.usable)
 
     def _leave(self, name: str, members: Iterable[str]) -> None:
         for instance in sorted(members):

@@ -3,8 +3,9 @@
 The decision between commit and abort is one row, written before anybody hears of it: a commit is never lost, an
 abort never follows a commit, and who restarts without a decision on disk has decided to abort ("presumed abort").
 One step of a map is under way at a time, and ends when every member has answered the decision. After an abort the
-next step has the same version number, "to" being "from" + 1: it begins when no message of the aborted one can be
-on its way any more, so the shell must give a message up after LIFETIME_MS.
+next step has the same version number, "to" being "from" + 1; and who leaves is told so without a version, and may
+join again. Hence the next step begins when no message of the last one can be on its way any more: the shell gives
+a message up after LIFETIME_MS, and says who has `left` before that.
 
 `SendReshard` is answered with `answered(map, step, instance, ok, now_ms)`, `step` being the instruction's: for a
 plan `ok` means that all ranges are loaded (200), and no answer is a refusal; a decision is sent again at
@@ -95,6 +96,7 @@ class _Step:
     members: tuple[str, ...]  # of either version
     deadline_ms: int
     waiting: set[str]
+    fixes: bool = False  # an operator wants it
     decision: Decision = ""
 
 
@@ -103,7 +105,9 @@ class _Group:
     current: ShardMap
     fixed: bool = False
     step: _Step | None = None
-    quiet_ms: int = 0  # when all messages of the last aborted step are gone
+    quiet_ms: int = 0  # when all messages of an aborted step are gone
+    leaving: set[str] = field(default_factory=set)  # have not said that they were told to leave
+    leave_ms: int = 0  # when nothing tells them so any more
     lost: set[str] = field(default_factory=set)
 
 
@@ -149,9 +153,18 @@ class Groups:
         return {*reshard.held(group.current), *(group.step.members if group.step else ())}
 
     def may_begin(self, name: str, now_ms: int) -> bool:
-        """Is no step of the map under way, and no message of an aborted one?"""
+        """Is no step of the map under way, and no message of the last one?"""
+        return self._group(name).step is None and not self.pause_ms(name, now_ms)
+
+    def pause_ms(self, name: str, now_ms: int) -> int:
+        """How long a message of the last step may still be on its way."""
         group = self._group(name)
-        return group.step is None and now_ms >= group.quiet_ms
+        return max(0, group.quiet_ms - now_ms, group.leave_ms - now_ms if group.leaving else 0)
+
+    def left(self, name: str, instance: str) -> None:
+        """An instance that is no member any more was told so."""
+        if name in self._groups:
+            self._groups[name].leaving.discard(instance)
 
     def is_waited_for(self, name: str, step: int) -> bool:
         """Is what was sent under this number still to be answered?"""
@@ -163,7 +176,7 @@ class Groups:
         return self._group(name).fixed
 
     def fix(self, name: str) -> None:
-        """An operator says that it is to stay as it is, or as the next step makes it."""
+        """An operator says that there are to be as many members as there are."""
         group = self._group(name)
         group.fixed = True
         self._save(group)
@@ -182,11 +195,13 @@ class Groups:
             group.current = reshard.grown(group.current, end)
             self._save(group)
 
-    def begin(self, name: str, shards: Sequence[Shard], deadline_ms: int, now_ms: int) -> ShardMap:
+    def begin(
+        self, name: str, shards: Sequence[Shard], deadline_ms: int, now_ms: int, *, fixes: bool = False
+    ) -> ShardMap:
         """Prepare the next version: a plan goes "to each instance in either version" (R-190).
 
-        Raises KvspError (kvsp-plan-conflict) while another step is under way, or just after one was aborted;
-        ValueError for shards of other tokens.
+        `fixes`: an operator wants so many members, and has them if it is committed. Raises KvspError
+        (kvsp-plan-conflict) unless it `may_begin`; ValueError for shards of other tokens.
         """
         group = self._group(name)
         if not self.may_begin(name, now_ms):
@@ -194,6 +209,7 @@ class Groups:
         new = ShardMap(name, group.current.version + 1, list(shards))
         plans = reshard.plans(group.current, new, deadline_ms)
         group.step = self._step(new, plans, now_ms + deadline_ms)
+        group.step.fixes = fixes
         self._save(group)
         for instance, plan in plans.items():
             self._send(group.step, instance, plan)
@@ -286,6 +302,7 @@ class Groups:
         step.waiting = set(step.members)
         if decision == "commit":
             group.current = step.new  # "Version v remains authoritative until all instances have acknowledged"
+            group.fixed |= step.fixes
         self._save(group)
         self._tell(step, now_ms)
 
@@ -308,11 +325,12 @@ class Groups:
             return
         step.waiting.discard(instance)
         if not step.waiting:
+            left = tuple(each for each in step.members if each not in reshard.held(group.current))
+            group.leaving, group.leave_ms = set(left), now_ms + LIFETIME_MS
             if step.decision == "abort":
                 group.quiet_ms = now_ms + LIFETIME_MS
             group.step = None
             self._save(group)
-            left = tuple(each for each in step.members if each not in reshard.held(group.current))
             self._instructions.append(Settled(group.current, step.decision == "commit", step.new, left))
 
     def _save(self, group: _Group) -> None:

@@ -194,7 +194,7 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class SendLeave:
-    """An instance is no member of a group any more; it finds out in time when it is not told."""
+    """An instance is no member of a group any more. Answer with `left` once it is told; if not, it finds out."""
 
     instance: str
     map: str

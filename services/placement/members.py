@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
@@ -21,6 +22,8 @@ from services.placement.instructions import Form, Reshard, SendLeave
 JOIN_S: Final = 2.0
 DECISION_S: Final = LIFETIME_MS / 1000
 """No message of a step may arrive when the next one of the same number can be under way."""
+LEAVE_S: Final = DECISION_S / 2
+"""Nor may this one, which is sent when the rows of the step's end are on disk."""
 LATE_S: Final = 1.0
 """How long after a plan's deadline its answer is waited for: "BP(503)" (U-38) is one."""
 
@@ -50,6 +53,7 @@ class Members:
         self._event = event
         self._spawn = spawn
         self._forming: dict[str, asyncio.Future[tuple[str, ...]]] = {}
+        self._left = asyncio.Event()
         self._resizing: list[tuple[ShardMap, asyncio.Future[ShardMap]]] = []
 
     def act(self, instruction: Form | Reshard | SendLeave | Settled) -> None:
@@ -71,7 +75,10 @@ class Members:
         return () if forming is None else await asyncio.shield(forming)
 
     async def resize(self, session: str, members: int) -> ShardMap:
-        """Have a group that many members, as an operator. Raises KvspError: the rules', or kvsp-plan-conflict."""
+        """Have a group that many members, as an operator, a little after the last step if there was one just now.
+
+        Raises KvspError: the rules', or kvsp-plan-conflict.
+        """
         outcome: asyncio.Future[ShardMap] = asyncio.get_running_loop().create_future()
 
         def begin(now_ms: int) -> None:
@@ -81,20 +88,38 @@ class Members:
             else:
                 self._resizing.append((wanted, outcome))
 
+        await self._paused(session)
         await self._event(begin)
         return await outcome
 
     # --- inside -----------------------------------------------------------------------
 
+    async def _paused(self, session: str) -> None:
+        """Wait until no message of the last step can arrive any more."""
+        while True:
+            self._left.clear()
+            pause_ms = await self._event(lambda now: self._groups.pause_ms(session, now))
+            if not pause_ms:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_ms / 1000):
+                    await self._left.wait()
+
     async def _form(self, context: GroupContext) -> None:
-        """All or nobody: a home that has joined would wait for members that have not."""
-        name = context.map.map
+        """All or nobody: a home that has joined would wait for members that have not.
+
+        So it has to have left before the session begins; the others may take their time.
+        """
+        name, home = context.map.map, context.map.shards[-1].instance
         members = sorted(reshard.held(context.map))
         formed: tuple[str, ...] = ()
         try:
             joined = await asyncio.gather(*(self._join(instance, context) for instance in members))
             if not all(joined):
-                await asyncio.gather(*(self._leave(instance, name) for instance in members))
+                for instance in members:
+                    if instance != home:
+                        self._spawn(self._leave(instance, name))
+                await self._leave(home, name)
             formed = await self._event(lambda now: self._groups.formed(context.map, now, ok=all(joined)))
         finally:
             self._forming.pop(name).set_result(formed)
@@ -141,6 +166,9 @@ class Members:
     async def _leave(self, instance: str, name: str) -> None:
         """Once: who is not told forgets a group that nobody uses."""
         try:
-            await self._instances.member(instance).leave(name, JOIN_S)
+            await self._instances.member(instance).leave(name, LEAVE_S)
         except KvspError as error:
             log.info("not told to leave", map=name, instance=instance, status=error.status)
+        else:
+            await self._event(lambda _: self._groups.left(name, instance))
+            self._left.set()

@@ -13,7 +13,7 @@ A `Persist`, if any, comes first: its rows must be on disk before what follows i
     Survey      -> surveyed(session, epoch, runs, now_ms)    runs: `estimate.survey` of the keys' replicas, or ()
     SendResume  -> resumed(session, epoch, now_ms) or resume_failed(session, epoch, problem, now_ms)
     SendState   -> ordered(instance, state, now_ms) or order_failed(instance, refused=...)
-    Form, Reshard -> see grouping.py; the methods are those of `groups`
+    Form, Reshard, SendLeave -> see grouping.py; the methods are those of `groups`
 
 and calls `tick(now_ms)` at `next_deadline()`. What else there is wants no answer.
 A restart is `PlacementState(..., rows=all rows ever persisted, the last of a key, now_ms=...)`.
@@ -56,7 +56,7 @@ SWEEP_MS: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The outcome of `assign`: the first of `candidates` was chosen; `directive` "": none was sent.
+    """The outcome of `assign`: the first of `candidates` was chosen; `directive` "": none was sent, or none yet.
 
     `matched` counts leading prompt blocks that are held somewhere. `members` are asked to join a group (Form).
     """
@@ -228,7 +228,7 @@ class PlacementState:
         self.totals.assignments += 1
         self.totals.prompt_tokens += prompt_tokens
         self.totals.matched_tokens += matched * block_tokens
-        members = self.groups.offer(session, candidates)
+        members = self.groups.offer(session, request, candidates)
         loads = best.fetches and not members  # a group computes its context
         directive = self._placer.prefetch(instance, start, request, best.usable) if loads else ""
         return Assignment(session.binding, matched, candidates, directive, members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,9 +62,13 @@ class Placement(Controller):
         super().__init__()
         self.lost: list[str] = []
         self.lost_refusal: Exception | None = None
+        self.when_lost: Callable[[str], Awaitable[None]] | None = None
+        """Done before it is answered."""
 
     async def LostGroup(self, request: Any, context: Any) -> placement_pb2.LostGroupReply:
         self.lost.append(request.map)
+        if self.when_lost is not None:
+            await self.when_lost(request.map)
         if self.lost_refusal is not None:
             raise self.lost_refusal
         return placement_pb2.LostGroupReply()
@@ -160,6 +164,13 @@ class Rig:
 
     async def sampled_some(self, reading: Attachment, session: str, home: str, more: int = 10) -> None:
         """Wait for some more tokens, and let home sample a few beyond them, but not to its end."""
+        self.let_sample(session, home, 2 * more)
+        there = len(reading.tokens) + more
+        await until(lambda: len(reading.tokens) >= there)
+        assert self.newest(session).output_offset
+
+    def let_sample(self, session: str, home: str, more: int) -> None:
+        """Home is to sample so many more tokens, and to wait then."""
         member, sessions = self.groups(home).find(session), self.instances[home].host.state.sessions
 
         def count() -> int:
@@ -175,10 +186,7 @@ class Rig:
                 return await real_ask(*arguments)
 
             member.links.ask = ask  # type: ignore[method-assign]
-        self.limits[session] = count() + 2 * more
-        there = len(reading.tokens) + more
-        await until(lambda: len(reading.tokens) >= there)
-        assert self.newest(session).output_offset
+        self.limits[session] = count() + more
 
     def grow(self, session: str) -> int:
         """Where the map ends after the newest checkpoint."""

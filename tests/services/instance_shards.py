@@ -18,7 +18,7 @@ from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import ReshardFetch, Shard, ShardMap
 from kvsp.protocol.reshard import Range
 from services.instance import shards
-from services.instance.engine import BlockDone, Event, Finished, Work
+from services.instance.engine import BlockDone, Event, Finished, Started, Work
 from services.instance.partial import Partial
 from services.instance.shard_run import Computed, GroupGone, HomeRun, MemberRun, ShardEvent, ShardRun
 from services.instance.shard_store import NotHeld, ShardStore
@@ -50,11 +50,15 @@ class Group:
         self.block = engine.descriptor.block_tokens
         self.lock = threading.RLock()
         self.pool = ThreadPoolExecutor(8)
+        self.advanced = threading.Condition()
+        """Notified when any store changes."""
         self.hook: Callable[[int, int], None] = lambda layer, before: None
         self.members = {
             uri: Member(ShardStore(engine.descriptor, 1 << 26), shards.Shards(self.block), View(0, (), 0))
             for uri in URIS
         }
+        for member in self.members.values():
+            member.store.watch(self.changed)
         ranges = list(itertools.pairwise(edges))
         names = [*URIS[1 : len(ranges)], HOME]
         self.maps = {1: ShardMap(NAME, 1, [Shard(*each) for each in zip(ranges, names, strict=True)])}
@@ -77,6 +81,10 @@ class Group:
 
     # --- the network ---
 
+    def changed(self) -> None:
+        with self.advanced:
+            self.advanced.notify_all()
+
     def ask(self, asking: str, version: int, layer: int, queries: torch.Tensor, before: int) -> list[Partial]:
         partials = []
         for uri in reshard.held(self.maps[version]):
@@ -86,7 +94,9 @@ class Group:
             seen = reshard.common(ranges, [(0, before)])
             if not seen:
                 continue
-            store.wait_layer(layer, seen, WAIT_S)
+            with self.advanced:
+                if not self.advanced.wait_for(lambda store=store, seen=seen: store.ready(layer, seen), WAIT_S):
+                    raise TimeoutError
             scale = self.engine.scales[layer]
             with contextlib.suppress(NotHeld):  # then the version has moved, as the next line says
                 partials.append(attend_local(store, ranges, layer, queries, before, scale=scale))
@@ -232,6 +242,8 @@ class Runs:
     def __init__(self, group: Group, work: Work) -> None:
         self.group = group
         self.events: dict[str, list[ShardEvent]] = {uri: [] for uri in URIS}
+        self.blocks: list[BlockDone] = []
+        """Of what was computed in one piece."""
         self.told = asyncio.Event()
         self.runs: dict[str, ShardRun] = {}
         self.work = work
@@ -252,9 +264,20 @@ class Runs:
     def teller(self, uri: str) -> Callable[[ShardEvent], None]:
         def tell(event: ShardEvent) -> None:
             self.events[uri].append(event)
+            if isinstance(event, Computed | Started):
+                self.blocks += self.computed(uri)
             self.told.set()
 
         return tell
+
+    def computed(self, uri: str) -> Iterator[BlockDone]:
+        [(first, end)] = reshard.held(self.group.maps[1])[uri]
+        if uri == HOME:
+            end = len(self.work.tokens)
+        for block in range(first // self.group.block, end // self.group.block):
+            with contextlib.suppress(NotHeld):
+                octets = self.group.members[uri].store.export(block)
+                yield BlockDone(self.work.session, self.work.epoch, block, octets)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -266,19 +289,16 @@ class Runs:
         events = self.events[uri]
         if events and isinstance(events[-1], Finished | GroupGone):
             return True
-        [tokens] = reshard.held(self.group.maps[1])[uri]
-        return uri != HOME and len(events) == 1 + (tokens[1] - tokens[0]) // self.group.block
+        return uri != HOME and bool(events)
 
     async def finished(self) -> Outcome:
         """What home told, and the blocks of all."""
         await self.until(lambda: all(map(self.over, self.runs)))
         outcome = Outcome([event for event in self.events[HOME] if isinstance(event, Event)])
         for uri in self.runs.keys() - {HOME}:
-            first, *others = self.events[uri]
-            assert isinstance(first, Computed)
-            blocks = [event for event in others if isinstance(event, BlockDone)]
-            assert len(blocks) == len(others)
-            outcome.events[:0] = blocks
+            [event] = self.events[uri]
+            assert isinstance(event, Computed)
+        outcome.events[:0] = self.blocks
         return outcome
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from kvsp.protocol import reshard
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import ReshardFetch, ReshardRequest, Shard, ShardMap
 from services.instance import shards
-from services.instance.shards import Shards
+from services.instance.shards import LEFT_MAX, Shards
 from services.placement import groups
 from services.placement.groups import Groups, MapRow
 
@@ -266,6 +266,7 @@ def test_what_does_not_fit_the_current_version_is_a_conflict_and_changes_nothing
         with pytest.raises(KvspError) as raised:
             call()
         assert raised.value.problem.suffix == "kvsp-plan-conflict"
+    assert member.abort("x", 7) == 6  # of a map that never came here
     assert member.abort("m", 2) == 1  # of nothing prepared
     assert member.plan(good)
     assert member.plan(good)  # the same again joins the first
@@ -288,3 +289,58 @@ def test_an_unseen_map_is_adopted_by_who_has_nothing_of_it() -> None:
     assert member.loaded("m", 2)
     assert member.commit("m", 2) == 2
     assert member.held("m") == [(0, 4)]
+
+
+@pytest.mark.spec("U-38")
+def test_a_decision_is_told_again_to_who_has_left_or_never_came_in() -> None:
+    member = Shards(BLOCK)
+    member.adopt("m", 1, [(0, 4)])
+    assert member.plan(plan(release=[(0, 4)]))
+    assert member.commit("m", 2) == 2
+    assert not member.knows("m")
+    assert member.commit("m", 2) == 2  # "commit repeat at that version -> 200"
+    for call in (
+        lambda: member.abort("m", 2),  # "abort after commit ... -> 409"
+        lambda: member.abort("m", 1),
+        lambda: member.commit("m", 1),
+        lambda: member.commit("m", 3),
+        lambda: member.abort("x", 0),  # no plan ends there
+    ):
+        with pytest.raises(KvspError) as raised:
+            call()
+        assert raised.value.problem.suffix == "kvsp-plan-conflict"
+    joins = plan(old=2, new=3, fetch=[ReshardFetch((0, 4), INSTANCES[1])])
+    for _ in range(2):
+        assert member.abort("m", 3) == 2  # its plan never came
+        assert not member.plan(joins)
+        assert member.abort("m", 3) == 2
+    assert not member.knows("m")
+    assert not member.plan(joins)
+    assert member.loaded("m", 3)
+    assert member.commit("m", 3) == 3
+    assert member.held("m") == [(0, 4)]
+
+
+@pytest.mark.spec("U-38", "D6")
+def test_maps_that_were_left_are_remembered_and_not_too_many() -> None:
+    member = Shards(BLOCK)
+    for name in map(str, range(LEFT_MAX + 1)):
+        assert member.plan(plan(map=name))
+        member.commit(name, 2)
+    assert member.commit("1", 2) == 2
+    with pytest.raises(KvspError):
+        member.commit("0", 2)
+
+
+@pytest.mark.spec("R-194", "U-38")
+def test_a_plan_that_cannot_be_loaded_waits_for_its_abort() -> None:
+    member = Shards(BLOCK)
+    joins = plan(fetch=[ReshardFetch((0, 4), INSTANCES[1])])
+    member.failed("m", 2)  # of what is not known
+    assert not member.plan(joins)
+    member.failed("m", 2)
+    assert not member.plan(joins)
+    with pytest.raises(KvspError):
+        member.commit("m", 2)
+    assert member.abort("m", 2) == 1
+    assert not member.knows("m")

@@ -236,24 +236,52 @@ async def test_a_session_whose_group_nobody_knows_goes_on_alone(tmp_path: Path, 
         assert await whole(made, reading) == expected
 
 
-@pytest.mark.parametrize("late", [False, True])
-async def test_a_group_that_is_ended_leaves_its_session_alone(
-    tmp_path: Path, expected: list[int], late: bool
+async def test_a_group_that_a_member_has_never_heard_of_leaves_its_session_alone(
+    tmp_path: Path, expected: list[int]
 ) -> None:
     async with rig(tmp_path, "ii2", "ii3", HOME) as made:
         made.controller.lost_refusal = KvspError(registry.NOT_FOUND)
         await made.form(S[0], PROMPT, "ii2", "ii3", HOME)
-        if late:
-            reading = made.generate(S[0], HOME)
-            await sampled_some(made, reading)
-            for name in (HOME, "ii2", "ii3", "ii3"):
-                await made.call(name, "LeaveGroup", common_pb2.GroupName(map=S[0]))
-        else:  # a member has never heard of it: no wait, and no hang
-            await made.call("ii2", "LeaveGroup", common_pb2.GroupName(map=S[0]))
-            reading = made.generate(S[0], HOME)
-        assert await whole(made, reading) == expected
-        assert made.controller.lost == ([] if late else [S[0]])
+        await made.call("ii2", "LeaveGroup", common_pb2.GroupName(map=S[0]))
+        assert await whole(made, made.generate(S[0], HOME)) == expected  # no wait, and no hang
+        assert made.controller.lost == [S[0]]
         assert made.groups(HOME).utilization == 0
+
+
+@pytest.mark.spec("R-180")
+async def test_a_group_that_is_ended_while_its_session_runs_was_for_an_earlier_epoch(tmp_path: Path) -> None:
+    async with rig(tmp_path, "ii2", "ii3", HOME) as made:
+        await made.form(S[0], PROMPT, "ii2", "ii3", HOME)
+        reading = made.generate(S[0], HOME)
+        await sampled_some(made, reading)
+        for name in (HOME, "ii2", "ii3", "ii3"):
+            await made.call(name, "LeaveGroup", common_pb2.GroupName(map=S[0]))
+        assert (await reading.failed()).problem is registry.STALE_EPOCH
+        assert made.instances[HOME].host.state.sessions.running == 0
+        assert made.controller.lost == []
+        await until(lambda: made.groups(HOME).utilization == 0)
+
+
+@pytest.mark.spec("R-180", "R-194")
+async def test_a_session_that_is_lost_and_left_is_not_kept(tmp_path: Path, expected: list[int]) -> None:
+    async with rig(tmp_path, "ii2", "ii3", HOME) as made:
+        await made.form(S[0], PROMPT, "ii3", HOME)
+        await made.stop("ii3")  # before it has computed anything
+
+        async def drop(name: str) -> None:  # as Grouping does: it answers when all have been told
+            await made.call(HOME, "LeaveGroup", common_pb2.GroupName(map=name))
+
+        made.controller.when_lost = drop
+        assert (await made.generate(S[0], HOME).failed()).problem is registry.STALE_EPOCH
+        sessions = made.instances[HOME].host.state.sessions
+        assert sessions.running == 0
+        assert sessions.get(S[0], 1) is None
+        request = instance_pb2.ResumeRequest(
+            session=S[0], epoch=2, checkpoint=checkpoint_to_message(made.newest(S[0]))
+        )
+        await made.call("ii2", "Resume", request)
+        assert await whole(made, made.generate(S[0], "ii2", epoch=2)) == expected
+        assert made.controller.lost == [S[0]]
 
 
 async def test_a_session_that_is_ended_ends_its_run(tmp_path: Path) -> None:

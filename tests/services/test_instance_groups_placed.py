@@ -128,12 +128,15 @@ async def test_an_operator_resizes_a_group_while_it_generates(tmp_path: Path, ex
         assert len(set(front.members)) == 3
         running = asyncio.create_task(front.run())
         home = front.members[-1]
+        name = next(each for each in MEMBERS if URIS[each] == home)
         for members in (2, 1, 3):
             there = front.count
+            front.made.let_sample(S[0], name, 20)  # a step may have to wait
             await until(lambda there=there: front.count >= there + 3)  # type: ignore[misc]
             held = await front.resize(members)
             assert len(held) == members
             assert held[-1] == home
+        front.made.limits[S[0]] = OUTPUT
         await running
         assert front.tokens == expected
         assert len(front.bindings) == 1

@@ -174,6 +174,7 @@ async def test_what_of_a_plan_is_refused(tmp_path: Path) -> None:
         await refused(registry.UNAVAILABLE, made.call("ii1", "Reshard", planned(1, fetch=fetch)))
         await refused(registry.PLAN_CONFLICT, made.call("ii1", "Reshard", reshard(commit=2)))
         assert (await made.call("ii1", "Reshard", reshard(abort=2))).version == 1
+        assert (await made.call("ii1", "Reshard", reshard(abort=2))).version == 1  # of nothing
         await refused(registry.PLAN_CONFLICT, made.call("ii1", "Reshard", planned(1, retain=tokens((0, 24)))))
         assert (await made.call("ii1", "Reshard", planned(1))).to == 2  # forgotten as soon as the map is told of
         million = planned(1, retain=tokens(*((2 * n, 2 * n + 1) for n in range(1_000_000))))
@@ -338,6 +339,7 @@ async def test_blocks_of_a_foreign_member_come_over_https_and_verified(tmp_path:
     server = peers.Server(peer, authority.issue("server"), None)
     client = AsyncClient(authority.issue("client"), Endpoints(holders=frozenset({peer.base})), Options(total_s=10))
     directory: Any = Listed()
+    store: Any = None  # nothing is computed
     holders: Any = Trusted(HttpsHolder(peer.base, client, peers.GEOMETRY))
     placed: dict[int, bytes] = {}
 
@@ -346,7 +348,7 @@ async def test_blocks_of_a_foreign_member_come_over_https_and_verified(tmp_path:
 
     with ThreadPoolExecutor(2) as workers:
         blocks = GroupBlocks(
-            holders, directory, workers, descriptor=peers.GEOMETRY, compat_id=peers.COMPAT, parallel=2
+            holders, directory, workers, store, descriptor=peers.GEOMETRY, compat_id=peers.COMPAT, parallel=2
         )
         try:
             wanted = {peer.base: [(7, bytes.fromhex(peers.KEY))]}

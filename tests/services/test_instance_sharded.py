@@ -18,12 +18,15 @@ from kvsp.connectors.layout import DTYPES
 from kvsp.protocol import container
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError
+from kvsp.v1 import instance_pb2
 from services.instance import partial, sharded
 from services.instance.engine import Finished, Sampled, Started
+from services.instance.group_member import Peers
 from services.instance.partial import Partial
 from services.instance.shard_run import GroupGone, HomeRun, MemberRun
 from services.instance.shard_store import ShardStore
-from services.instance.sharded import GroupLost, Halt, Sharded, VersionMoved, View
+from services.instance.sharded import GroupLost, Halt, Sharded, VersionMoved, View, attend_local
+from services.instance.sharding import GroupRemote, Sharding
 from services.instance.torch_engine import TorchEngine
 from tests.services.instance_engine import CHUNK, TOP_P, B, Outcome, alone, engine, tokens_of, work
 from tests.services.instance_shards import HOME, URIS, Group, Near, running, steps
@@ -96,6 +99,77 @@ async def test_a_long_prompt_is_computed_in_many_pieces_and_asked_for_in_many_pa
         runs.start()
         assert_same(await runs.finished(), expected, one)
     assert largest == rows
+
+
+class Answer(Future[list[Partial]]):
+    """Counts as open until it is taken."""
+
+    def __init__(self, given: Future[list[Partial]]) -> None:
+        super().__init__()
+        self.taken = False
+        given.add_done_callback(lambda done: self.set_result(done.result()))
+
+    def result(self, timeout: float | None = None) -> list[Partial]:
+        self.taken = True
+        return super().result(timeout)
+
+
+@pytest.mark.spec("D13")
+async def test_only_a_few_parts_of_a_long_prompt_are_asked_for_at_a_time(
+    one: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and answers of all parts would be held in memory, and time out while they wait for their turn."""
+    answers: list[Answer] = []
+    most = 0
+
+    class Counting(Near):
+        def attend(self, version: int, layer: int, queries: torch.Tensor, before: int) -> Future[list[Partial]]:
+            nonlocal most
+            answers.append(Answer(super().attend(version, layer, queries, before)))
+            most = max(most, sum(not answer.taken for answer in answers))
+            return answers[-1]
+
+    monkeypatch.setattr(sharded, "ASKED_OCTETS", 2 * 4 * 4 * 16)  # two tokens: heads of 16 elements, float32
+    session = work(PROMPT, 4)
+    expected = await alone(one, session)
+    group = Group(one, EDGES[2])
+    with running(group, session) as runs:
+        runs.start(URIS[1])
+        counting = Counting(group, HOME)
+        store, tell = group.members[HOME].store, runs.teller(HOME)
+        runs.runs[HOME] = HomeRun(one, store, counting, tell, session, first=32)
+        found = await runs.finished()
+    assert found.tokens == expected.tokens
+    assert most == sharded.ASKED_AHEAD < (len(PROMPT) - 32) // 2
+
+
+@pytest.mark.parametrize(("model", "queries"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+async def test_queries_travel_in_the_type_of_the_model(model: str, queries: str) -> None:
+    one = engine(dtype=DTYPES[model])
+    sharding = Sharding(one)
+    store = sharding.store(1 << 24)
+    store.reserve((0, 4 * B))
+    states = torch.randn(2, one.descriptor.kv_heads, 4 * B, one.descriptor.head_dim)
+    store.write(1, 0, *states)
+    asked = torch.randn(2 * one.descriptor.kv_heads, 3, one.descriptor.head_dim).to(DTYPES[queries])
+    octets = 0
+
+    class Answering(Peers):
+        def __init__(self) -> None:
+            """It is the other member itself."""
+
+        async def ask(self, request: instance_pb2.AttendRequest) -> list[instance_pb2.AttendReply]:
+            nonlocal octets
+            octets = len(request.queries)
+            sharding.check(request)
+            return [sharding.attend(store, [(0, 3 * B)], request)]
+
+    remote = GroupRemote(Answering(), DTYPES[model])
+    [found] = await asyncio.wrap_future(remote.attend(1, 1, asked, 2 * B))
+    expected = attend_local(store, [(0, 3 * B)], 1, asked, 2 * B, scale=one.scales[1])
+    assert torch.equal(found.output, expected.output)
+    assert torch.equal(found.log_sum, expected.log_sum)
+    assert octets == asked.numel() * DTYPES[queries].itemsize
 
 
 @pytest.mark.parametrize("name", WHOLE)

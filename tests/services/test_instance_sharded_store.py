@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from tests.connectors.driver import DIGEST
 from tests.services.instance_engine import B
 
 PIECE = PIECE_BLOCKS * B
-EVER_S = 60
 
 
 def descriptor(layers: int = 3, kv_dtype: str = "fp32", head_dim: int = 4, block_tokens: int = B) -> Descriptor:
@@ -169,7 +166,6 @@ def test_the_bound_is_kept_before_anything_is_allocated() -> None:
         lambda made: made.views(0, (B, 3 * B)),
         lambda made: made.write(0, 2 * B, *states_of((2 * B, 3 * B), 0)),
         lambda made: made.ready(0, [(0, 3 * B)]),
-        lambda made: made.wait_layer(0, [(0, 3 * B)], EVER_S),
         lambda made: attend_local(made, [(0, 3 * B)], 0, torch.ones(2, 1, 4), 3 * B, scale=1.0),
     ],
 )
@@ -181,41 +177,29 @@ def test_what_is_not_held_cannot_be_used(use: Callable[[ShardStore], object]) ->
         use(made)
 
 
-def test_a_layer_is_waited_for() -> None:
-    made, changes = store(), list[int]()
+def test_who_watches_is_told_when_more_layers_are_there() -> None:
+    made, told = store(), list[bool]()
     made.reserve((0, 4 * B))
     made.reserve((6 * B, 8 * B))
-    made.watch(lambda: changes.append(1))
+    made.watch(lambda: told.append(made.ready(1, [(0, B), (6 * B, 7 * B)])))
     assert not made.ready(0, [(3 * B, 4 * B)])
-    with pytest.raises(TimeoutError):
-        made.wait_layer(0, [(0, B)], 0.0)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(made.wait_layer, 1, [(0, B), (6 * B, 7 * B)], EVER_S)
-        made.advance((0, 8 * B), 1)
-        assert made.ready(0, [(0, B), (6 * B, 7 * B)])
-        made.advance((0, 4 * B), 3)
-        assert not waiting.done()
-        made.advance((6 * B, 8 * B), 2)
-        waiting.result(EVER_S)
-    assert len(changes) == 3
+    made.advance((0, 8 * B), 1)
+    assert made.ready(0, [(0, B), (6 * B, 7 * B)])
+    made.advance((0, 4 * B), 3)
+    made.advance((6 * B, 8 * B), 2)
+    assert told == [False, False, True]
     assert made.ready(2, [(0, 4 * B)])
     assert not made.ready(2, [(0, 4 * B), (6 * B, 8 * B)])
 
 
-def test_who_waits_for_what_is_released_is_told() -> None:
-    made, begun = store(), threading.Event()
+def test_who_watches_is_told_of_what_is_released() -> None:
+    made, held = store(), list[list[Range]]()
     made.reserve((0, 4 * B))
-
-    def wait() -> None:
-        begun.set()
-        made.wait_layer(0, [(0, 4 * B)], EVER_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
-        begun.wait()
-        made.release((B, 2 * B))
-        with pytest.raises(NotHeld):
-            waiting.result(EVER_S)
+    made.watch(lambda: held.append(made.ranges()))
+    made.release((B, 2 * B))
+    assert held == [[(0, B), (2 * B, 4 * B)]]
+    with pytest.raises(NotHeld):
+        made.ready(0, [(0, 4 * B)])
     assert not made.ready(0, [(2 * B, 4 * B)])  # it is on its way still
     made.advance((0, 4 * B), 3)
     assert made.ready(2, [(0, B), (2 * B, 4 * B)])

@@ -11,7 +11,7 @@ from kvsp.protocol import registry, reshard
 from kvsp.rpc.config import ConfigError, load
 from services.placement.config import PlacementConfig
 from services.placement.grouping import ABORTED_MS
-from services.placement.groups import LIFETIME_MS, RETRY_MS, Settled
+from services.placement.groups import LIFETIME_MS, RETRY_MS, MapRow, Settled
 from services.placement.instructions import SendLeave, SendPrefetch, Survey
 from services.placement.settings import GroupSettings
 from services.placement.widths import ByTokens, View
@@ -123,10 +123,11 @@ def test_groups_are_configured_in_a_table_of_their_own(tmp_path: Path) -> None:
     ]  # fmt: skip
     path.write_text("\n".join(lines))
     assert load(path, PlacementConfig).settings().groups == GroupSettings()
-    path.write_text("\n".join([*lines, "[groups]", "tokens = 5", "members_max = 2"]))
+    path.write_text("\n".join([*lines, "[groups]", "tokens = 5", "members_max = 2", "groups_max = 3"]))
     made = load(path, PlacementConfig).settings().groups
-    assert made == GroupSettings(instances=frozenset({A}), tokens=5, members_max=2)  # B has no internal address
-    for bad in ("tokens = 0", "deadline_ms = -1", "groups_max = 1", 'tokens = "5"'):
+    # B has no internal address.
+    assert made == GroupSettings(instances=frozenset({A}), tokens=5, members_max=2, groups_max=3)
+    for bad in ("tokens = 0", "deadline_ms = -1", "groups_max = 0", "group_max = 1", 'tokens = "5"'):
         path.write_text("\n".join([*lines, "[groups]", bad]))
         with pytest.raises(ConfigError, match="groups"):
             load(path, PlacementConfig)
@@ -154,6 +155,21 @@ def test_a_session_is_an_ordinary_one_when_a_member_does_not_join() -> None:
     assert not pc.plans()
     with refused(registry.NOT_FOUND):
         pc.resize(2)
+
+
+@pytest.mark.spec("R-119")
+@pytest.mark.parametrize("how", ["not joined", "begun anew", "ended"])
+def test_a_session_that_gets_no_group_after_all_loads_what_it_can(how: str) -> None:
+    pc = Grouped(3)
+    assert pc.ask(runs=[run(8, source(H1))]) == (B, C, A)
+    assert not pc.take(SendPrefetch)
+    if how == "begun anew":
+        pc.report(B, epoch=11)
+    elif how == "ended":
+        pc.end()
+    assert pc.form(ok=how == "begun anew") == ()
+    sent = pc.take(SendPrefetch)
+    assert [(each.instance, each.directive.request_ref) for each in sent] == [(A, S)] * (how != "ended")
 
 
 @pytest.mark.parametrize("member", [A, B])
@@ -206,7 +222,24 @@ def test_a_step_goes_through_plans_and_commits_over_all_complete_blocks() -> Non
     assert settled.committed
     assert leaves(pc) == {A, B, C} - {shard.instance for shard in pc.map().shards}
     pc.output(BLOCK_TOKENS + 2)
+    assert not pc.plans()  # who has left may be told so a little later, and would leave again
+    with refused(registry.PLAN_CONFLICT):
+        pc.resize(3)
+    pc.now_ms += LIFETIME_MS
+    pc.output(BLOCK_TOKENS + 3)
     assert kinds(pc.plans()) == {"plan"}  # what the policy wanted meanwhile
+
+
+def test_who_has_been_told_to_leave_may_join_again_at_once() -> None:
+    pc = formed(3)
+    pc.resize(1)
+    pc.settle()
+    for uri in (B, C):
+        with refused(registry.PLAN_CONFLICT):
+            pc.resize(3)
+        pc.state.groups.left(S, uri)
+    pc.resize(3)
+    assert kinds(pc.plans()) == {"plan"}
 
 
 @pytest.mark.spec("R-194", "U-38")
@@ -282,6 +315,40 @@ def test_an_operator_fixes_the_width_until_the_session_ends() -> None:
     pc.resize(1)
     pc.settle()
     assert [shard.instance for shard in pc.map().shards] == [A]
+
+
+@pytest.mark.parametrize("how", ["refused", "restart"])
+def test_a_step_of_an_operator_that_is_aborted_fixes_nothing(how: str) -> None:
+    pc = formed(2)
+    pc.policy.wanted = 2
+    pc.resize(3)
+    if how == "refused":
+        pc.answer(pc.plans()[C], ok=False)
+    else:
+        pc.restart()
+        for uri in INSTANCES:
+            pc.report(uri)
+    pc.settle()
+    pc.now_ms += LIFETIME_MS + ABORTED_MS
+    assert [shard.instance for shard in pc.map().shards] == [B, A]
+    row = pc.disk["map", S]
+    assert isinstance(row, MapRow)
+    assert not row.fixed
+    pc.policy.wanted = 1
+    pc.output(2)
+    assert kinds(pc.plans()) == {"plan"}
+
+
+def test_what_an_operator_has_fixed_stays_so_when_the_next_step_is_aborted() -> None:
+    pc = formed(2)
+    pc.resize(2)  # so it is
+    pc.resize(3)
+    pc.answer(pc.plans()[C], ok=False)
+    pc.settle()
+    pc.now_ms += LIFETIME_MS + ABORTED_MS
+    pc.policy.wanted = 1
+    pc.output(2)
+    assert not pc.plans()
 
 
 @pytest.mark.spec("D8")
@@ -493,6 +560,7 @@ def test_the_default_grows_and_shrinks_a_group_as_it_generates() -> None:
     pc.output(1)
     pc.settle()
     assert [shard.instance for shard in pc.map().shards] == [A]  # early decode
+    pc.now_ms += LIFETIME_MS
     pc.report(A, kv_utilization=0.95)
     pc.output(2)
     pc.settle()
@@ -501,6 +569,7 @@ def test_the_default_grows_and_shrinks_a_group_as_it_generates() -> None:
     pc.output(3)
     pc.settle()
     assert len(pc.map().shards) == 1
+    pc.now_ms += LIFETIME_MS
     pc.output(200 - PROMPT + 1)
     pc.settle()
     assert len(pc.map().shards) == 2  # by what it has grown to

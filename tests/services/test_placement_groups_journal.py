@@ -201,6 +201,7 @@ class World:
     def resize(self, members: int) -> None:
         if not self.formed:
             return  # the crash came before all had joined: it is an ordinary session
+        self.now_ms += self.state.groups.pause_ms(S, self.now_ms)
         wanted = self.state.groups.resize(S, members, self.now_ms)
         self.settle()
         assert self.state.groups.is_settled(self.map)

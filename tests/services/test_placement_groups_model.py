@@ -28,6 +28,7 @@ from tests.sim.members import Member, tokens
 GROUPS = replace(placement_groups.GROUPS, deadline_ms=2 * LIFETIME_MS)  # a plan may come later than its abort
 FAULT = 0.004  # at each point of a controller's life, and of an instance's
 LOSS = 0.05  # of each message
+LEAVES = 0.01  # of who is to leave being told so at any moment, and else at the worst
 
 
 def need(condition: bool, *words: object) -> None:
@@ -57,6 +58,7 @@ class World:
         self.sessions = [1, 2]
         self.newest = 2
         self.bag: list[Callable[[], None]] = []
+        self.leaves: list[tuple[int, str, str]] = []  # sent when, to whom, of which map: of no version
         self.forming: dict[str, Forming] = {}
         self.committed: dict[str, int] = {}  # the highest version that anybody was told to be
         self.counts: dict[str, int] = {}
@@ -147,6 +149,8 @@ class World:
             assert request.abort > committed, "an abort follows a commit"
 
         def answer(ok: bool | None) -> None:
+            if send.context is not None and ok:
+                self.left(send.instance)  # it has just prepared the next version
             if send.context is not None or ok is not None:  # a decision without an answer is told again
                 said = bool(ok)
                 self.event(
@@ -206,11 +210,22 @@ class World:
         )
 
     def leave(self, uri: str, name: str) -> None:
-        def arrive() -> None:
-            if not self.chance(LOSS):  # who is not told drops it when nobody uses it
-                self.members[uri].leave(name)
+        if not self.chance(LOSS):  # who is not told drops it when nobody uses it
+            self.leaves.append((self.pc.now_ms, uri, name))
+        if self.chance(0.5):
+            self.bag.append(lambda: self.resize(name, 3))  # an operator wants it back at once
 
-        self.bag.append(arrive)
+    def left(self, *instances: str) -> None:
+        """One of these is told to leave now, if that may still be on its way."""
+        self.leaves = [each for each in self.leaves if self.pc.now_ms - each[0] < LIFETIME_MS]
+        waiting = [each for each in self.leaves if each[1] in instances]
+        if waiting:
+            told = self.random.choice(waiting)
+            self.leaves.remove(told)
+            self.members[told[1]].leave(told[2])
+            if not self.chance(LOSS):
+                life = self.life
+                self.bag.append(lambda: self.pc.state.groups.left(told[2], told[1]) if life == self.life else None)
 
     def restart(self, uri: str) -> None:
         self.count("restarts")
@@ -232,7 +247,9 @@ class World:
             self.crash()
         if self.chance(FAULT):
             self.restart(self.random.choice(INSTANCES))
-        if self.random.random() < (0.05 if self.bag else 0.5):
+        if self.random.random() < LEAVES:
+            self.left(*INSTANCES)
+        elif self.random.random() < (0.05 if self.bag else 0.5):
             self.spontaneous()
         elif self.bag and self.random.random() < 0.95:
             self.bag.pop(self.random.randrange(len(self.bag)))()
@@ -263,13 +280,15 @@ class World:
             made = checkpoint(session, row.epoch, offset, prompt_blocks=keys(8))
             self.event(lambda: self.pc.state.checkpoint([row.instance], made, self.pc.now_ms))
         elif what == "resize":
-            wanted = self.random.randint(1, 3)
-            self.event(lambda: self.pc.state.groups.resize(name, wanted, self.pc.now_ms))
+            self.resize(name, self.random.randint(1, 3))
         elif what == "end" and self.chance(0.1):
             self.event(lambda: self.pc.end(session))
         elif what == "lost" and self.chance(0.1):
             uri = self.random.choice(INSTANCES)
             self.event(lambda: self.pc.state.groups.lost([uri], name, self.pc.now_ms))
+
+    def resize(self, name: str, members: int) -> None:
+        self.event(lambda: self.pc.state.groups.resize(name, members, self.pc.now_ms))
 
     # --- invariants ---
 
@@ -299,6 +318,8 @@ class World:
 
     def settle(self) -> None:
         self.faults = False
+        while self.leaves:
+            self.left(*INSTANCES)
         for uri in INSTANCES:
             self.report(uri)
         for _ in range(5_000):

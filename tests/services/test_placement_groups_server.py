@@ -21,6 +21,7 @@ from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.protocol.records import ReshardRequest, Shard, ShardMap
 from kvsp.rpc.config import Party
 from kvsp.v1 import common_pb2, placement_pb2
+from services.placement import members as shell
 from services.placement import metrics
 from services.placement.config import GroupsConfig
 from tests.services.placement_groups import PROMPT, kind_of
@@ -128,11 +129,28 @@ async def test_a_session_is_an_ordinary_one_when_a_member_does_not_join(pc: Worl
     assert reply.binding.instance == A
     assert not reply.members
     assert pc.instances[A].left == [S]  # before the answer: it may begin, and as any other
-    assert pc.instances[B].left == [S]
+    await pc.instances[B].until(lambda: pc.instances[B].left == [S])
     assert not (await overview(pc)).groups
     await output(pc, 1)
     with refused(registry.NOT_FOUND):
         await resize(pc, 2)
+
+
+async def test_a_session_does_not_wait_for_a_member_that_neither_joins_nor_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "LEAVE_S", 60.0)
+    async with world(tmp_path, groups=structs.replace(GROUPS, tokens=3)) as pc:
+        await report(pc)
+        for block in range(8):
+            await pc.publish(block)
+        pc.instances[B].gate.clear()
+        reply = await pc.assign(**BLOCKS)
+        assert not reply.members
+        assert pc.instances[A].left == [S]
+        await pc.instances[A].until(lambda: pc.instances[A].directives)  # what a group would have computed
+        pc.instances[B].gate.set()
+        await pc.instances[B].until(lambda: pc.instances[B].left == [S])
 
 
 async def test_an_instance_without_internal_address_is_no_member(tmp_path: Path) -> None:

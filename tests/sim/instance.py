@@ -256,7 +256,7 @@ class InstanceNode(Node):
     async def _begin(self, start: rules.StartSession) -> None:
         """Load what can be had, wait for the prompt where it is needed, and compute."""
         name = (start.session, start.epoch)
-        group = start.session if self.groups.member.rules.knows(start.session) else ""
+        group = start.session if self.groups.member.at_home(start.session) else ""
         cached = 0 if group else await self._load_prefix(start)
         if name not in self._stopped and cached * BLOCK_TOKENS < start.known_from:
             self.kernel.count("prompt needed")

@@ -37,6 +37,8 @@ class Member:
     def join(self, context: GroupContext) -> None:
         """The first version's ranges are computed at once. Raises KvspError (kvsp-plan-conflict)."""
         name, mine = context.map.map, reshard.held(context.map).get(self.uri, [])
+        if not self.rules.knows(name):
+            self._contexts.pop(name, None)  # of a version that it has left
         if name not in self._contexts and context.next and mine:
             raise KvspError(registry.PLAN_CONFLICT, "what is to be held here is not")
         if name not in self._contexts and not context.next:
@@ -113,6 +115,11 @@ class Member:
         if context is not None and version in (context.map.version, context.map.version + 1):
             return list(context.map.shards if version == context.map.version else context.next)
         raise KvspError(registry.PLAN_CONFLICT, "the map is not known here")
+
+    def at_home(self, name: str) -> bool:
+        """Does the session run here? A member may still know the map when the session has come to it instead."""
+        context = self._contexts.get(name)
+        return self.rules.knows(name) and context is not None and context.map.shards[-1].instance == self.uri
 
     def holds(self, name: str, ranges: Iterable[Range]) -> bool:
         """Are all these tokens in memory?"""

@@ -315,7 +315,9 @@ class PlacementNode(Node):
         return True
 
     async def _leave(self, uri: str, name: str) -> None:
-        await self._try(self._member(uri, lambda groups: groups.leave(name)))
+        with suppress(KvspError, UnreachableError):
+            await self._member(uri, lambda groups: groups.leave(name))
+            self.state.groups.left(name, uri)
 
     async def _reshard(self, send: todo.Reshard) -> None:
         name, is_plan = send.request.map, send.context is not None

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.stack
 TOKENS = 4000
 """The tiny model must still be speaking when something happens, also on a busy machine."""
 CONFLICT = "kvsp-plan-conflict"
-COPIES = itertools.count(1)
+COPIES = itertools.count(100)  # of documents that no other test asks about
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,18 @@ def group(wire: Wire) -> Group:
 @pytest.mark.spec("R-055", "R-190", "R-192", "U-38")
 def test_a_plan_of_an_unseen_map_that_asks_nothing_is_acknowledged_and_committed(group: Group) -> None:
     assert expect(group.send(group.plan()), 200).json() == {"map": group.map, "to": 5}
-    assert expect(group.commit(), 200).json() == {"map": group.map, "version": 5}
+    for _ in range(2):  # told again
+        assert expect(group.commit(), 200).json() == {"map": group.map, "version": 5}
+
+
+@pytest.mark.spec("R-194", "U-38")
+def test_an_abort_of_nothing_is_answered(group: Group) -> None:
+    for _ in range(2):
+        assert expect(group.abort(), 200).json() == {"map": group.map, "version": 4}
+    expect(group.send(group.plan()), 200)
+    for _ in range(2):
+        assert expect(group.abort(), 200).json() == {"map": group.map, "version": 4}
+    expect(group.commit(), 409, CONFLICT)
 
 
 @pytest.mark.spec("R-195", "U-38")

@@ -23,7 +23,7 @@ from tests.services.holder_harness import CLIENT, Rig, block, name, rig, until
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 
 from ucx_transport import session
-from ucx_transport.engine import Connection
+from ucx_transport.engine import Connection, Request
 from ucx_transport.server import UcxServer
 
 LAYERS, SECTION = 12, 1 << 20
@@ -288,11 +288,11 @@ async def test_in_the_clear_the_layer_digests_find_a_corrupted_layer(
         expected = [hashlib.sha256(payload[at : at + octets]).digest() for at, octets in spans]
         send = Connection.send
 
-        async def corrupting(self: Connection, view: memoryview, tag: int) -> None:
+        def corrupting(self: Connection, view: memoryview, tag: int) -> Request:
             if len(view) == 2 << 20:
                 view = memoryview(bytearray(view))
                 view[77] ^= 1
-            await send(self, view, tag)
+            return send(self, view, tag)
 
         monkeypatch.setattr(Connection, "send", corrupting)
         with one_fallback() as logs:
