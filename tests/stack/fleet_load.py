@@ -104,13 +104,17 @@ class Streams:
             assert (answer.output_tokens, answer.finish_reason) == (wanted.tokens, "length")
 
     def break_off(self) -> None:
-        """Each ends with an error, and what came before it is right."""
-        for wanted, run in self.runs.items():
-            error = run.exception()
+        """Each that was under way ends with an error, and what came before it is right; one was, at least."""
+        errors = [run.exception() for run in self.runs.values()]
+        assert any(errors), "all streams were over"
+        for (wanted, text), error in zip(self.expected.items(), errors, strict=True):
+            came = self.answers[wanted].text
+            if error is None:  # its last token had come before
+                assert came == text
+                continue
             assert isinstance(error, StackError), error
-            text = self.answers[wanted].text
-            assert text == self.expected[wanted][: len(text)]
-            assert len(text) < wanted.tokens
+            assert came == text[: len(came)]
+            assert len(came) < wanted.tokens
 
     def close(self) -> None:
         """After a failure nobody waits for what is left."""

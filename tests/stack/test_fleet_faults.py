@@ -110,9 +110,11 @@ def test_a_holder_is_killed(frail: RunningStack, expected: dict[Ask, str], holde
 def test_what_holds_the_connections_is_killed(frail: RunningStack, expected: dict[Ask, str], process: str) -> None:
     with streaming(frail, expected) as streams:
         frail.kill(process)
-        streams.break_off()
-        assert overview(frail).sessions <= len(expected)
-        frail.start(process)
+        try:
+            streams.break_off()
+            assert overview(frail).sessions <= len(expected)
+        finally:
+            frail.start(process)
 
 
 # --- instances that come back ---------------------------------------------------------------
