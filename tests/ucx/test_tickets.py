@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from dataclasses import replace
 
@@ -74,13 +75,14 @@ async def test_a_read_ticket_gives_no_leave_to_write() -> None:
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(20), b"\0" * 20, b"KVU1"])
 async def test_a_connection_that_says_nothing_good_is_ended(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(server_module, "HANDSHAKE_S", 1.0)
     async with rig() as made:
         engine = peers.Engine(peers.library.open_context({}))
         host, _, port = made.server.address.rpartition(":")
         connection = engine.connect(host, int(port))
-        await connection.say(words or b"\0")
         await peers.until(lambda: made.server.connections == 1)
+        with contextlib.suppress(KvspError):  # it may be ended before it has said all
+            await connection.say(words or b"\0")
         await peers.until(lambda: made.server.connections == 0)
         engine.close()
         monkeypatch.undo()  # on a busy machine an honest peer needs longer
