@@ -160,6 +160,12 @@ def build(
     return b"".join((header.encode(), *(view for pair in views for view in pair)))
 
 
+def raw_header(descriptor: Descriptor) -> Header:
+    """Of a whole block of the descriptor, codec raw."""
+    sections = ((descriptor.section_octets, descriptor.section_octets),) * descriptor.layers
+    return Header(registry.RAW.value, 0, descriptor.block_tokens, sections)
+
+
 def check_geometry(header: Header, descriptor: Descriptor) -> None:
     """A container holds one whole block of the descriptor (U-25). Raises KvspError (kvsp-incompatible)."""
     if header.first_layer != 0 or header.layer_count != descriptor.layers:

@@ -203,8 +203,11 @@ class Engine(Protocol[S]):
     """Tokens per second of prefill and of decoding one session, from a short run at start."""
     device: DeviceTier | None
     """KV of hot blocks in the engine's own memory; None when not configured."""
-    scales: tuple[float, ...]
-    """What attention multiplies scores by, of each layer; () unless `can_shard`."""
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """What attention multiplies scores by, of each layer; () unless `can_shard`."""
+        ...
 
     @property
     def can_shard(self) -> bool:

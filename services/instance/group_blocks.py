@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from kvsp.protocol import container, registry
+from kvsp.protocol import container
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError, unavailable
 from kvsp.protocol.records import ReplicaRecord
@@ -22,7 +22,7 @@ from kvsp.rpc.convert import block_name
 from services.instance import metrics
 from services.instance.directory import Directory
 from services.instance.loading import Holders
-from services.instance.peers import Holder
+from services.instance.peers import Holder, source_failed
 from services.instance.storing import Store
 
 Block = tuple[int, bytes]
@@ -151,10 +151,7 @@ class GroupBlocks:
         try:
             await holder.fetch(record, (0, record.layer_count - 1), payload)
         except KvspError as error:
-            log.info("source failed", holder=holder.base_uri, status=error.status)
-            metrics.SOURCE_FAILURES.labels(str(error.status)).inc()
-            if error.problem is registry.DIGEST_MISMATCH:
-                metrics.DIGEST_FAILURES.labels("fetch").inc()
+            if source_failed(holder.base_uri, error):
                 await self._directory.withdraw(holder.base_uri, record.block_key)
             return False
         metrics.FETCHED_OCTETS.inc(len(payload))
@@ -165,8 +162,6 @@ class GroupBlocks:
 
 
 def _split(payload: memoryview, descriptor: Descriptor) -> Rows:
-    section = descriptor.section_octets
-    sections = ((section, section),) * descriptor.layers
-    header = container.Header(registry.RAW.value, 0, descriptor.block_tokens, sections)
+    section, header = descriptor.section_octets, container.raw_header(descriptor)
     spans = (header.layer_span(layer)[0] for layer in range(descriptor.layers))
     return [(payload[at : at + section], payload[at + section : at + 2 * section]) for at in spans]

@@ -79,10 +79,9 @@ class GroupRuns:
     def stop(self, key: Key) -> None:
         """The session is not this instance's any more, and so the context is of no use."""
         name = key[0]
-        if self._running.get(name) == key:
-            self._groups.leave(name)
         if key in (self._running.get(name), self._lost.get(name)):
             self._end(name)
+            self._groups.leave(name)
 
     def leave(self, name: str) -> None:
         """The placement controller has no such group any more.

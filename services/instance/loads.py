@@ -26,7 +26,7 @@ from kvsp.rpc.convert import block_name
 from services.instance import metrics
 from services.instance.directory import Directory
 from services.instance.lull import Lull
-from services.instance.peers import Holder, InternalHolder
+from services.instance.peers import Holder, InternalHolder, source_failed
 
 Stored = Callable[[str, bytes, Sequence[Piece]], Awaitable[None]]
 """Told of a block that the own holder has taken: scope, key, and its container in pieces."""
@@ -286,19 +286,13 @@ class Loads:
             watcher.arrived(load)
 
     def _make_room(self, load: Load) -> container.Header:
-        section = self._descriptor.section_octets
-        sections = ((section, section),) * self._descriptor.layers
-        header = container.Header(registry.RAW.value, 0, self._descriptor.block_tokens, sections)
+        header = container.raw_header(self._descriptor)
         if not load.payload:
             load.payload = memoryview(bytearray(header.payload_octets))
         return header
 
-    def _failed(self, holder: Holder, load: Load, error: Exception) -> None:
-        status = error.status if isinstance(error, KvspError) else "timeout"
-        log.info("source failed", holder=holder.base_uri, status=status)
-        metrics.SOURCE_FAILURES.labels(str(status)).inc()
-        if isinstance(error, KvspError) and error.problem is registry.DIGEST_MISMATCH:
-            metrics.DIGEST_FAILURES.labels("fetch").inc()
+    def _failed(self, holder: Holder, load: Load, error: KvspError | TimeoutError) -> None:
+        if source_failed(holder.base_uri, error):
             self._spawn(self._directory.withdraw(holder.base_uri, load.key.hex()))
         self._assign([load])
 

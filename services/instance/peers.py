@@ -28,6 +28,7 @@ from kvsp.rpc.convert import block_name
 from kvsp.rpc.errors import translated
 from kvsp.rpc.identity import speak_for
 from kvsp.v1 import common_pb2, holder_pb2, holder_pb2_grpc
+from services.instance import metrics
 
 REQUEST_OCTETS_MIN: Final = 256 << 10
 """Layers are fetched in ranges of at least this many octets (measured in kvsp/connectors)."""
@@ -38,6 +39,17 @@ RELEASE_S: Final = 1.0
 log = structlog.get_logger()
 
 Leased = AbstractAsyncContextManager[None]
+
+
+def source_failed(holder: str, error: KvspError | TimeoutError) -> bool:
+    """Log and count a fetch that failed. True: the octets are not the block's, which the index is to hear of."""
+    status = error.status if isinstance(error, KvspError) else "timeout"
+    log.info("source failed", holder=holder, status=status)
+    metrics.SOURCE_FAILURES.labels(str(status)).inc()
+    is_wrong = isinstance(error, KvspError) and error.problem is registry.DIGEST_MISMATCH
+    if is_wrong:
+        metrics.DIGEST_FAILURES.labels("fetch").inc()
+    return is_wrong
 
 
 class Holder(Protocol):

@@ -279,12 +279,11 @@ async def serve(config: InstanceConfig) -> None:
     made = server.make_server(config, SERVICES)  # first: refuses when this instance already runs
     # Torch takes seconds to import and a gigabyte to hold: only where an engine runs.
     from services.instance.scheduler import Scheduler
-    from services.instance.sharding import Sharding
 
     news = TierNews()
     engine = await asyncio.to_thread(_load, config, news)
     schedule = partial(Scheduler, engine, batch_size=config.batch_size, kv_octets=config.kv_octets)
-    sharding = Sharding(engine) if engine.can_shard else None
+    sharding = await asyncio.to_thread(_sharding, config, engine)
     async with hosted(config, policy, engine, schedule, news, sharding=sharding) as host:
         watching = asyncio.create_task(_stop_when_failed(host))
 
@@ -312,6 +311,13 @@ def _load(config: InstanceConfig, news: TierNews) -> Engine[Any]:
         )
     except (ValueError, OSError) as error:
         raise ConfigError(f"model {config.model}: {error}") from None
+
+
+def _sharding(config: InstanceConfig, engine: Engine[Any]) -> Sharding | None:
+    """None without others to share a context with, or with a model that cannot be sharded, as a trial shows."""
+    from services.instance.sharding import Sharding
+
+    return Sharding(engine) if config.instances and engine.can_shard else None
 
 
 async def _stop_when_failed(host: Host) -> None:

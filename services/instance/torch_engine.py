@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,9 +112,8 @@ class TorchEngine:
         self.positions_max: int = getattr(config, "max_position_embeddings", None) or POSITIONS_MAX
         self._vocabulary: int = config.vocab_size
         self._model = model
-        enabled = ragged.enable(model, descriptor)
-        self.ragged = enabled and not batch_invariant
-        self.scales = scales(model, descriptor) if enabled else ()
+        self._attends = ragged.enable(model, descriptor)
+        self.ragged = self._attends and not batch_invariant
         self.rates = self._measure()
 
     def prefix(self, blocks: int, room: int) -> PrefixCache:
@@ -123,6 +123,11 @@ class TorchEngine:
         if blocks == 0:
             cache.arrival.advance(self.descriptor.layers)
         return cache
+
+    @cached_property
+    def scales(self) -> tuple[float, ...]:
+        """See `Engine.scales`. Takes a trial: only who has other instances to share with asks."""
+        return scales(self._model, self.descriptor) if self._attends else ()
 
     @property
     def can_shard(self) -> bool:

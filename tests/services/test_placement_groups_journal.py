@@ -19,6 +19,7 @@ from services.placement.instructions import Form, Persist, Reshard, Row
 from services.placement.settings import Settings
 from services.placement.state import PlacementState
 from services.placement.store import SqliteStore
+from tests.services.placement_crashes import Mortal, is_crashed
 from tests.services.placement_groups import GROUPS, INSTANCES, PROMPT, Wanted, kind_of
 from tests.services.placement_records import OWNER, A, B, checkpoint, keys, session_id, status
 
@@ -110,16 +111,11 @@ def test_kill_9_loses_no_commit_that_was_told(tmp_path: Path) -> None:
 # --- a crash at every boundary --------------------------------------------------------
 
 
-class CrashError(Exception):
-    pass
-
-
-class World:
+class World(Mortal):
     """What the world knows of one session's map; it outlives every crash."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.steps_left = -1
         self.now_ms = 0
         self.offset = 0
         self.committed = 1
@@ -136,16 +132,10 @@ class World:
 
     def restart(self) -> None:
         self.store.close()
-        self.steps_left = -1
         self.now_ms += LIFETIME_MS
         self.open()
         self.report()
         self.now_ms += LIFETIME_MS
-
-    def boundary(self) -> None:
-        if self.steps_left == 0:
-            raise CrashError
-        self.steps_left -= 1
 
     def settle(self) -> None:
         """Carry out what is to be done; a crash may come before and after each step, answers included."""
@@ -226,17 +216,8 @@ LIFE: Sequence[Callable[[World], None]] = (
 
 
 def _is_survived(path: Path, steps: int) -> bool:
-    """A life with a crash after so many steps, whose event is repeated then. False: it has not that many."""
     world = World(path)
-    world.steps_left = steps
-    crashed = False
-    for event in LIFE:
-        try:
-            event(world)
-        except CrashError:
-            crashed = True
-            world.restart()
-            event(world)
+    crashed = is_crashed(world, LIFE, steps)
     assert world.offset == 40
     if world.formed:
         assert world.map.version == world.committed

@@ -22,6 +22,7 @@ from services.placement.journal import Journal
 from services.placement.settings import Settings
 from services.placement.state import PlacementState
 from services.placement.store import SqliteStore, StoreError
+from tests.services.placement_crashes import Mortal, is_crashed
 from tests.services.placement_records import OWNER, PROMPT_TOKENS, A, B, checkpoint, session_id, status
 
 
@@ -217,16 +218,11 @@ def _take(acknowledged: dict[str, int], line: str) -> None:
 # --- a crash at every boundary --------------------------------------------------------
 
 
-class CrashError(Exception):
-    pass
-
-
-class World:
+class World(Mortal):
     """What the world knows of a controller: acknowledgements, offers, bindings. It outlives every crash."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.steps_left = -1
         self.offset = 0
         self.epoch = 0
         self.acknowledged: dict[str, int] = {}
@@ -242,18 +238,12 @@ class World:
     def restart(self) -> None:
         """After a crash: everything acknowledged is there, and every instance reports again."""
         self.store.close()
-        self.steps_left = -1
         self.open()
         for instance, epoch in self.acknowledged.items():
             with pytest.raises(KvspError):
                 self.state.status(status(instance, epoch - 1), 0)
         for instance, (epoch, state) in list(self.instances.items()):
             self.report(instance, epoch, state)
-
-    def boundary(self) -> None:
-        if self.steps_left == 0:
-            raise CrashError
-        self.steps_left -= 1
 
     def settle(self) -> None:
         """Carry out what is to be done; a crash may come before and after each step."""
@@ -323,17 +313,8 @@ LIFE: Sequence[Callable[[World], None]] = (
 
 
 def _is_survived(path: Path, steps: int) -> bool:
-    """A life with a crash after so many steps, whose event is repeated then. False: it has not that many."""
     world = World(path)
-    world.steps_left = steps
-    crashed = False
-    for event in LIFE:
-        try:
-            event(world)
-        except CrashError:
-            crashed = True
-            world.restart()
-            event(world)
+    crashed = is_crashed(world, LIFE, steps)
     assert world.offset == 48
     assert world.epoch >= 3
     world.store.close()
