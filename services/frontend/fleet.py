@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -81,6 +82,9 @@ class Fleet:
         self.placement = placement_pb2_grpc.PlacementStub(placement)
         self._instances = {uri: instance_pb2_grpc.InstanceStub(channel) for uri, channel in instances.items()}
         self._endings: set[asyncio.Task[None]] = set()
+        self._sessions = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def instance(self, base_uri: str) -> instance_pb2_grpc.InstanceStub:
         """A configured instance. Raises KvspError (503) for any other."""
@@ -110,6 +114,11 @@ class Fleet:
                     raise refused from None
             await pauses.wait()
 
+    def begin(self) -> None:
+        """A session is under way, of which `end` will be called."""
+        self._sessions += 1
+        self._idle.clear()
+
     def end(self, session: str, instance: str | None) -> None:
         """Tell placement controller and instance, in the background, that nobody waits for a session.
 
@@ -121,15 +130,22 @@ class Fleet:
         if stub is not None:
             ended = instance_pb2.EndGenerationRequest(session=session)
             self._spawn(self._insist(lambda: self._call(stub.EndGeneration, ended)))
+        self._sessions -= 1
+        if not self._sessions:
+            self._idle.set()
 
     async def close(self, grace_s: float) -> None:
-        """Give the endings under way some time, and no more."""
-        if self._endings:
-            _, left = await asyncio.wait(self._endings, timeout=grace_s)
-            for task in left:
-                LEFT.inc()
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+        """Give sessions that are being cut, and the endings under way, some time, and no more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+                if self._endings:
+                    await asyncio.wait(self._endings)
+        left = list(self._endings)
+        for task in left:
+            LEFT.inc()
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _spawn(self, ending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(ending)

@@ -132,6 +132,7 @@ class Session:
         request = placement_pb2.AssignRequest(start=start, prompt_tokens=len(self._plan.prompt))
         following = None
         SESSIONS.inc()
+        self._fleet.begin()
         try:
             assigned = await self._fleet.assign(request)
             if assigned is not None:

@@ -441,6 +441,19 @@ async def test_nor_one_that_leaves_during_the_assignment(fe: World) -> None:
     release.set()
 
 
+async def test_the_fleet_waits_for_sessions_that_are_being_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Their calls are cancelled when the server stops, and end them a little later."""
+    async with world(tmp_path, tokenizer) as fe:
+        fe.ii1.hold_at = AT
+        _, parts = await reading(fe, HALF)
+        closing = asyncio.create_task(fe.fleet.close(5.0))
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        await parts.aclose()
+        await closing
+        assert fe.placement.ended == [session(fe)]
+
+
 async def test_a_front_end_that_stops_ends_its_sessions(tmp_path: Path, tokenizer: Tokenizer) -> None:
     async with world(tmp_path, tokenizer) as fe:
         fe.ii1.hold_at = AT
