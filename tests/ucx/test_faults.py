@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -253,18 +254,23 @@ async def open_and_cancel() -> None:
         reader.close()
         made.server.revoke(ticket)
 
-    async def settled(made: Rig) -> tuple[int, int]:
+    here = psutil.Process()
+
+    async def settled(made: Rig) -> None:
         assert await made.read(made.offer(octets)) == octets
         await until(lambda: made.server.connections == 1 and not made.server.offers)
         gc.collect()
-        return psutil.Process().num_fds(), psutil.Process().memory_info().rss
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps for later is no leak
 
     async with rig() as made:
         for i in range(500):  # until the kept buffers are as many as they get
             await cycle(made, i)
-        descriptors, memory = await settled(made)
+        await settled(made)
+        descriptors, memory = here.num_fds(), here.memory_info().rss
         for i in range(cycles):
             await cycle(made, i)
-        after_descriptors, after_memory = await settled(made)
-    assert after_descriptors <= descriptors
-    assert after_memory - memory < 48 << 20
+        await settled(made)
+        # A socket that UCX has not done with, or a connection that is only being made, is gone a little later.
+        await until(lambda: here.num_fds() <= descriptors)
+        memory_after = here.memory_info().rss
+    assert memory_after - memory < 48 << 20
