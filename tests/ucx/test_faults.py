@@ -20,8 +20,10 @@ import pytest
 
 from kvsp.bulk.source import SourceUnavailableError, Ticket, load_source
 from kvsp.rpc.config import ConfigError
-from tests.ucx.rig import LIFETIME_S, Rig, refused, rig, until
+from tests.ucx.rig import LIFETIME_S, Rig, refused, rig, rogue_holder, until
 from ucx_transport import engine as engine_module
+from ucx_transport import session
+from ucx_transport.engine import Connection, Engine
 from ucx_transport.server import UcxServer
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +170,28 @@ async def test_messages_that_nobody_awaits_are_dropped(monkeypatch: pytest.Monke
         await until(lambda: not worker._worker.tag_probe(worker.tag(0), worker._bindings.UCXXTagMask(0)).matched)
         del found
         assert await made.read(made.offer(b"still there")) == b"still there"
+
+
+async def test_a_peer_that_is_silent_amid_a_transfer_costs_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While frames move, the loop is kept from waiting, but not for longer."""
+    rounds = []
+    progress = Engine._progress
+    monkeypatch.setattr(Engine, "_progress", lambda engine: (rounds.append(engine), progress(engine)))
+
+    async def silent(connection: Connection, keys: session.Keys) -> None:
+        await connection.send(memoryview(bytes(100)), keys.first_tag)
+        await asyncio.sleep(60)
+
+    async with rig() as made, rogue_holder(False, (100, 100), silent) as ticket:
+        reading = asyncio.ensure_future(made.read(ticket))
+        await asyncio.sleep(0.2)
+        before = len(rounds)
+        await asyncio.sleep(0.4)
+        assert not reading.done()
+        # Every engine looks once in TICK_S.
+        assert len(rounds) - before <= 4 * len(set(rounds))
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 async def test_nobody_there_is_an_error() -> None:
