@@ -6,7 +6,9 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Final, NamedTuple
 
 from kvsp.bulk.source import Piece
 from kvsp.protocol import digests, registry
@@ -16,20 +18,29 @@ JOB_OCTETS: Final = 1 << 20
 """Hashed at a time, in whole layers: two threads then reach 0.8 of what both cores hash, with 512 KiB 0.7."""
 INLINE_OCTETS: Final = 128 << 10
 """So few are hashed at once."""
-JOBS_MAX: Final = max(2, min(4, os.cpu_count() or 1))
-"""While one is awaited others hash, and the transport goes on. More than cores get in each other's way."""
+THREADS: Final = max(2, min(4, os.cpu_count() or 1))
+"""More than there are cores get in each other's way."""
 
 Layer = tuple[bytes, list[Piece]]
 """What the digest has to be, and the octets."""
 
 
+class _Job(NamedTuple):
+    """Layers to hash, and their octets in as few pieces as they came in."""
+
+    layers: list[Layer]
+    pieces: list[Piece]
+    octets: int = 0
+
+
 async def verified(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, bytes]]) -> AsyncIterator[Piece]:
     """The same octets, of layers of these lengths and digests. Raises KvspError: 422 (one does not match), 503."""
-    hashing: deque[tuple[asyncio.Future[bool], list[Layer]]] = deque()
+    hashing: deque[tuple[asyncio.Future[bool], _Job]] = deque()
     try:
         async for job in _jobs(pieces, layers):
             hashing.append((_hashed(job), job))
-            while len(hashing) >= JOBS_MAX or (hashing and hashing[0][0].done()):
+            # While one is awaited others hash, and the transport goes on.
+            while len(hashing) >= THREADS or (hashing and hashing[0][0].done()):
                 for piece in await _checked(*hashing.popleft()):
                     yield piece
         while hashing:
@@ -40,49 +51,58 @@ async def verified(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, byt
         await asyncio.gather(*(matches for matches, _ in hashing), return_exceptions=True)
 
 
-async def _checked(matches: asyncio.Future[bool], job: list[Layer]) -> list[Piece]:
+async def _checked(matches: asyncio.Future[bool], job: _Job) -> list[Piece]:
     if not await matches:
         raise KvspError(registry.DIGEST_MISMATCH, "a layer is not what its digest says")
-    return [piece for _, octets in job for piece in octets]
+    return job.pieces
 
 
-def _hashed(job: list[Layer]) -> asyncio.Future[bool]:
+def _hashed(job: _Job) -> asyncio.Future[bool]:
     """Under way when this returns: a task would begin when the loop has its turn, late if octets come fast."""
     loop = asyncio.get_running_loop()
-    if sum(len(piece) for _, octets in job for piece in octets) >= INLINE_OCTETS:
-        return loop.run_in_executor(None, _match, job)
+    if job.octets >= INLINE_OCTETS:
+        return loop.run_in_executor(_threads(), _match, job.layers)
     done: asyncio.Future[bool] = loop.create_future()
-    done.set_result(_match(job))
+    done.set_result(_match(job.layers))
     return done
 
 
-def _match(job: list[Layer]) -> bool:
-    return all(digests.layer_digest(*octets) == digest for digest, octets in job)
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "kvsp-hash")
 
 
-async def _jobs(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, bytes]]) -> AsyncIterator[list[Layer]]:
+def _match(layers: list[Layer]) -> bool:
+    return all(digests.layer_digest(*octets) == digest for digest, octets in layers)
+
+
+async def _jobs(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, bytes]]) -> AsyncIterator[_Job]:
     """Whole layers, together at least JOB_OCTETS but for the last."""
-    rest = memoryview(b"")
-    job: list[Layer] = []
-    gathered = 0
+    # The newest piece, how much of it is in layers, and how much of that in earlier jobs.
+    piece, at, given = memoryview(b""), 0, 0
+    job, gathered = _Job([], []), 0
     for length, digest in layers:
         octets: list[Piece] = []
         missing = length
         while missing:
-            if not rest:
-                rest = memoryview(await _next(pieces))
-            part, rest = rest[:missing], rest[missing:]
+            if at == len(piece):
+                job.pieces.append(piece[given:])
+                piece, at, given = memoryview(await _next(pieces)), 0, 0
+            part = piece[at : at + missing]
+            at += len(part)
             missing -= len(part)
             octets.append(part)
-        job.append((digest, octets))
+        job.layers.append((digest, octets))
         gathered += length
         if gathered >= JOB_OCTETS:
-            yield job
-            job, gathered = [], 0
-    if rest or [piece async for piece in pieces]:
+            job.pieces.append(piece[given:at])
+            yield job._replace(octets=gathered)
+            job, gathered, given = _Job([], []), 0, at
+    if at < len(piece) or [piece async for piece in pieces]:
         raise unavailable("the block is longer than agreed")
-    if job:
-        yield job
+    if job.layers:
+        job.pieces.append(piece[given:at])
+        yield job._replace(octets=gathered)
 
 
 async def _next(pieces: AsyncIterator[Piece]) -> Piece:
