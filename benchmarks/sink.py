@@ -1,15 +1,19 @@
 """A server that throws away what is put to it: what the machine and Envoy allow, whatever stands behind.
 
-    python -m benchmarks.sink SOCKET
+    python -m benchmarks.sink SOCKET [hash]
 
-It speaks as much HTTP/1.1 as Envoy's requests with a Content-Length need, hashes nothing and keeps nothing.
+It speaks as much HTTP/1.1 as Envoy's requests with a Content-Length need, and keeps nothing. With `hash` it also
+does what every holder has to: it hashes all octets twice (as a whole, and layers), on two threads, as they come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import uvloop
 
@@ -44,16 +48,49 @@ class Sink(asyncio.BufferedProtocol):
                 return
             length = LENGTH.search(head + END)
             self._left, nbytes, self._head = int(length[1]) if length else 0, len(body), b""
+            self._buffer[:nbytes] = body
         self._left -= nbytes
-        if not self._left:
+        self.take(memoryview(self._buffer)[:nbytes], ends=not self._left)
+
+    def take(self, piece: memoryview, *, ends: bool) -> None:
+        """The next octets of a body."""
+        if ends:
             self._transport.write(CREATED)  # type: ignore[attr-defined]
 
 
-async def main(socket: str) -> None:
+class HashingSink(Sink):
+    """Hashes each body twice. One thread a hash, which gets pieces in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._threads = [ThreadPoolExecutor(1) for _ in range(2)]
+        self._hashes: list[Any] = []
+        self._gathered = bytearray()
+
+    def take(self, piece: memoryview, *, ends: bool) -> None:
+        """The next octets of a body."""
+        self._gathered += piece
+        if not ends and len(self._gathered) < BUFFER_OCTETS:
+            return
+        self._hashes = self._hashes or [hashlib.sha256() for _ in self._threads]
+        both = zip(self._threads, self._hashes, strict=True)
+        last = [thread.submit(each.update, self._gathered) for thread, each in both]
+        self._gathered = bytearray()
+        if ends:
+            self._loop.create_task(self._answer(last))
+            self._hashes = []
+
+    async def _answer(self, last: list[Future[None]]) -> None:
+        await asyncio.gather(*map(asyncio.wrap_future, last))
+        self._transport.write(CREATED)  # type: ignore[attr-defined]
+
+
+async def main(socket: str, kind: type[Sink]) -> None:
     """Serve for ever."""
-    server = await asyncio.get_running_loop().create_unix_server(Sink, socket)
+    server = await asyncio.get_running_loop().create_unix_server(kind, socket)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1]))
+    uvloop.run(main(sys.argv[1], HashingSink if sys.argv[2:] == ["hash"] else Sink))
