@@ -17,7 +17,7 @@ SERVER_ENTRY_POINTS: Final = "kvsp.block_servers"
 SCHEMES: Final = ("shm", "grpc")
 """What everybody has. Others open ports or need a library, so a configuration names them."""
 
-PIECE_OCTETS: Final = 1 << 20
+PIECE_OCTETS: Final = 2 << 20
 """Sources cut what they read into pieces of at most this many octets."""
 
 Piece = bytes | bytearray | memoryview
