@@ -222,6 +222,7 @@ class Engine:
             self.kick()
 
     def _progress(self) -> None:
+        """Have UCX do what there is to do, and while a transfer moves, what comes within a moment."""
         moving = len({each.connection for each in self._waiting if each.frame}) == 1
         now = time.perf_counter()
         stop = now + TURN_S

@@ -17,7 +17,7 @@ from kvsp.protocol.errors import KvspError, unavailable
 JOB_OCTETS: Final = 1 << 20
 """Hashed at a time, in whole layers: two threads then reach 0.8 of what both cores hash, with 512 KiB 0.7."""
 INLINE_OCTETS: Final = 128 << 10
-"""So few are hashed at once."""
+"""Fewer are hashed in place."""
 THREADS: Final = max(2, min(4, os.cpu_count() or 1))
 """More than there are cores get in each other's way."""
 
@@ -86,7 +86,8 @@ async def _jobs(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, bytes]
         missing = length
         while missing:
             if at == len(piece):
-                job.pieces.append(piece[given:])
+                if given < at:
+                    job.pieces.append(piece[given:])
                 piece, at, given = memoryview(await _next(pieces)), 0, 0
             part = piece[at : at + missing]
             at += len(part)
