@@ -68,6 +68,7 @@ class Movement:
         self._view = view
         self._buffers = buffers
         self._jobs: set[Future[None]] = set()
+        self._sending: deque[Request] = deque()
         self._stopped = False
         self._begun = 0
         self._tags = range(keys.first_tag, keys.first_tag + len(frames))
@@ -75,23 +76,26 @@ class Movement:
 
     async def send(self) -> None:
         """Send all frames. Raises KvspError (503)."""
-        sending: deque[Request] = deque()
         for i in range(len(self._frames)):
-            sending.append(await self.send_frame(i, self._part(i)))
-            if len(sending) == WINDOW:
-                await sending.popleft()
-                await asyncio.sleep(0)  # however fast the peer is, others have their turn
-        for request in sending:
-            await request
+            await self.send_frame(i, self._part(i))
+        await self.sent()
 
-    async def send_frame(self, i: int, part: memoryview) -> Request:
-        """Begin to send frame i, whose octets must not change before that is done. Raises KvspError (503)."""
+    async def send_frame(self, i: int, part: memoryview) -> None:
+        """Send frame i, whose octets must not change before `sent` has returned. Raises KvspError (503)."""
         if self._keys.sealed:
             sealed = self._buffers.take(len(part) + self._keys.overhead)
             await self._crypt(self._keys.seal, i, part, sealed)
             part = sealed
         self._begun += 1
-        return self._connection.send(part, self._tags[i])
+        self._sending.append(self._connection.send(part, self._tags[i]))
+        if len(self._sending) == WINDOW:
+            await self._sending.popleft()
+            await asyncio.sleep(0)  # however fast the peer is, others have their turn
+
+    async def sent(self) -> None:
+        """Wait for the frames that are still on their way. Raises KvspError (503)."""
+        while self._sending:
+            await self._sending.popleft()
 
     async def receive(self, arrived: Callable[[int], None]) -> None:
         """Receive all frames; `arrived(n)`: octets 0...n are in place. Raises KvspError (503)."""

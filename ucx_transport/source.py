@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar
 
@@ -18,8 +17,7 @@ from kvsp.bulk.source import (
 )
 from ucx_transport import library
 from ucx_transport.dialer import Dialer, Link
-from ucx_transport.engine import Request
-from ucx_transport.frames import WINDOW, Movement
+from ucx_transport.frames import Movement
 from ucx_transport.memory import Buffers, Octets, octets_of
 
 
@@ -124,7 +122,6 @@ class _Writer:
         self._ticket = ticket
         self._link: Link | None = None
         self._movement: Movement | None = None
-        self._sending: deque[Request] = deque()
         self._frame = memoryview(b"")
         self._number = 0
         self._filled = 0
@@ -148,11 +145,9 @@ class _Writer:
 
     async def _send(self) -> None:
         movement = await self._begun()
-        self._sending.append(await movement.send_frame(self._number, self._frame))
+        await movement.send_frame(self._number, self._frame)
         self._number += 1
         self._filled = 0
-        if len(self._sending) == WINDOW:
-            await self._sending.popleft()
 
     async def _begun(self) -> Movement:
         if self._link is None:
@@ -164,8 +159,7 @@ class _Writer:
 
     async def finish(self) -> None:
         movement = await self._begun()
-        while self._sending:
-            await self._sending.popleft()
+        await movement.sent()
         assert self._link is not None  # noqa: S101 - begun
         await self._link.finished()
         movement.done()
@@ -173,7 +167,6 @@ class _Writer:
         self._dialer.keep(self._link)
 
     def close(self) -> None:
-        self._sending.clear()
         if self._movement is not None:
             self._movement.stop()
             self._movement = None

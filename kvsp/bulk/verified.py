@@ -30,7 +30,6 @@ class _Job(NamedTuple):
 
     layers: list[Layer]
     pieces: list[Piece]
-    octets: int = 0
 
 
 async def verified(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, bytes]]) -> AsyncIterator[Piece]:
@@ -60,7 +59,7 @@ async def _checked(matches: asyncio.Future[bool], job: _Job) -> list[Piece]:
 def _hashed(job: _Job) -> asyncio.Future[bool]:
     """Under way when this returns: a task would begin when the loop has its turn, late if octets come fast."""
     loop = asyncio.get_running_loop()
-    if job.octets >= INLINE_OCTETS:
+    if sum(map(len, job.pieces)) >= INLINE_OCTETS:
         return loop.run_in_executor(_threads(), _match, job.layers)
     done: asyncio.Future[bool] = loop.create_future()
     done.set_result(_match(job.layers))
@@ -97,13 +96,13 @@ async def _jobs(pieces: AsyncIterator[Piece], layers: Sequence[tuple[int, bytes]
         gathered += length
         if gathered >= JOB_OCTETS:
             job.pieces.append(piece[given:at])
-            yield job._replace(octets=gathered)
+            yield job
             job, gathered, given = _Job([], []), 0, at
     if at < len(piece) or [piece async for piece in pieces]:
         raise unavailable("the block is longer than agreed")
     if job.layers:
         job.pieces.append(piece[given:at])
-        yield job._replace(octets=gathered)
+        yield job
 
 
 async def _next(pieces: AsyncIterator[Piece]) -> Piece:
