@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvsp.protocol.records import ReshardRequest, ShardMap
-from services.placement.instructions import Form, Reshard
+from services.placement.instructions import Form, Reshard, SendLeave
 from services.placement.settings import GroupSettings, Settings
 from services.placement.widths import View
 from tests.services.placement_records import BLOCK_TOKENS, A, B, C, Driven, checkpoint, keys, session_id, status
 
+S = session_id(1)
 PROMPT = 8 * BLOCK_TOKENS + 3
 INSTANCES = (A, B, C)
 GROUPS = GroupSettings(
@@ -97,3 +98,19 @@ def kind_of(request: ReshardRequest) -> str:
     if isinstance(request.new, int):
         return "plan"
     return "commit" if isinstance(request.commit, int) else "abort"
+
+
+def leaves(pc: Grouped) -> set[str]:
+    sends = pc.take(SendLeave)
+    assert all(each.map == S for each in sends)
+    return {each.instance for each in sends}
+
+
+def formed(width: int = 3, offset: int = 1) -> Grouped:
+    """Session 1 has a group of that width with A as home, and some output."""
+    pc = Grouped(width)
+    pc.ask()
+    assert len(pc.form()) == width
+    if offset:
+        pc.output(offset)
+    return pc
