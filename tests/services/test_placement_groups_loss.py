@@ -9,7 +9,6 @@ from services.placement.groups import Settled
 from services.placement.instructions import Survey
 from tests.services.placement_groups import INSTANCES, S, formed, kinds, leaves
 from tests.services.placement_records import (
-    BLOCK_TOKENS,
     H1,
     A,
     B,
@@ -20,8 +19,6 @@ from tests.services.placement_records import (
     refused,
     session_id,
 )
-
-END = 8 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("during", [False, True])
