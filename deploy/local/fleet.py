@@ -203,7 +203,7 @@ class Fleet:
 
     def octets_served(self) -> int:
         """Octets of blocks that holders have served so far, as they count them."""
-        served = read_metrics(self._background.stack.layout.config("placement").parent).items()
+        served = read_metrics(self._background.stack.layout.config("placement").parent, PATIENCE_S).items()
         return sum(int(value) for name, value in served if name.startswith("kvsp_holder_octets_total:out:"))
 
     def kv_octets(self, tokens: int) -> int:

@@ -17,6 +17,8 @@ OUTSIDE: Final = (
 )
 """How the names of samples begin and end that count blocks over HTTPS; the role stands between."""
 SCHEMES: Final = ("shm", "ucx", "grpc", "https")
+PATIENCE_S: Final = 30.0
+"""One that does not answer for a while, on a busy machine, has moved blocks all the same."""
 
 
 class Moved:
@@ -33,7 +35,7 @@ class Moved:
     def look(self) -> None:
         """Read the counters of all processes. To be called before one is killed: its counters go with it."""
         for path in self._configs.glob("*.toml"):
-            samples = process_metrics(path)
+            samples = process_metrics(path, PATIENCE_S)
             # A process that was started anew counts from nothing.
             started = samples.get("process_start_time_seconds", 0.0)
             self._by_process[path.stem, started] = _by_scheme(samples)

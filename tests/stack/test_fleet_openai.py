@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from deploy.local.fleet import Fleet
+from deploy.local.model import BLOCK_TOKENS
 from tests.stack.harness import RunningStack
 
 pytestmark = pytest.mark.stack
@@ -51,16 +53,19 @@ def test_a_completion_streamed_or_not_is_the_same(client: openai.OpenAI, model: 
     assert len(chunks) > 1
 
 
-def test_a_repeated_prompt_is_cached_and_says_so(client: openai.OpenAI, model: str) -> None:
-    asked = {"model": model, "prompt": "Cached: " + PROMPT, "max_tokens": 4, "temperature": 0}
+def test_a_repeated_prompt_is_cached_and_says_so(fleet: RunningStack, client: openai.OpenAI, model: str) -> None:
+    prompt = "Cached: " + PROMPT
+    asked = {"model": model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
     first = client.completions.create(**asked)
-    again = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    *chunks, last = again
     assert first.usage is not None
     assert first.usage.prompt_tokens_details.cached_tokens == 0
+    with Fleet(fleet.background) as opened:
+        opened.wait_published(prompt)  # blocks are stored while the answer goes out, and a little longer
+    again = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    *chunks, last = again
     assert last.choices == []
     assert last.usage is not None
-    assert last.usage.prompt_tokens_details.cached_tokens == (len("Cached: " + PROMPT) - 1) // 32 * 32
+    assert last.usage.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert "".join(each.choices[0].text for each in chunks) == first.choices[0].text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deploy.local.fleet import Fleet
 from tests.stack.harness import RunningStack
 
 pytestmark = pytest.mark.stack
@@ -58,6 +59,8 @@ def test_top_shows_the_fleet(fleet: RunningStack) -> None:
 def test_a_drained_instance_gets_no_requests_until_it_is_woken(fleet: RunningStack) -> None:
     prompt = f"{uuid.uuid4()} " * 4
     first = ask(fleet, prompt)["kvsp"][0]["instance"]
+    with Fleet(fleet.background) as opened:
+        opened.wait_published(prompt)
     name, other = ("ii1", "ii2") if first == fleet.instances["ii1"] else ("ii2", "ii1")
     drained = kvsp(fleet, "instance", "drain", name)
     try:
