@@ -129,9 +129,7 @@ class Loading:
 
 
 @asynccontextmanager
-async def holders_of(
-    config: InstanceConfig, policy: Policy, descriptor: Descriptor, workers: ThreadPoolExecutor
-) -> AsyncIterator[Holders]:
+async def holders_of(config: InstanceConfig, policy: Policy, descriptor: Descriptor) -> AsyncIterator[Holders]:
     """Connections to this instance's own holder and to the others. Raises ConfigError."""
     async with AsyncExitStack() as stack:
 
@@ -142,9 +140,8 @@ async def holders_of(
             client = HolderClient(channel, config.schemes, same_host=same_host, local=local)
             stack.push_async_callback(client.close)
             holder = InternalHolder(
-                base_uri, channel, client, config.principal,
-                descriptor=descriptor, workers=workers, same_host=same_host,
-            )  # fmt: skip
+                base_uri, channel, client, config.principal, descriptor=descriptor, same_host=same_host
+            )
             stack.push_async_callback(holder.close)
             return holder
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final, Protocol
 
@@ -18,8 +17,7 @@ from kvsp.bulk.rates import LinkRate, Rates
 from kvsp.bulk.source import Piece
 from kvsp.client import AsyncClient
 from kvsp.client.block import Expectation
-from kvsp.protocol import container, digests, registry
-from kvsp.protocol.container import Header
+from kvsp.protocol import container, registry
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import ReplicaRecord
@@ -90,7 +88,6 @@ class InternalHolder:
         principal: str,
         *,
         descriptor: Descriptor,
-        workers: Executor,
         same_host: bool,
     ) -> None:
         self.base_uri = base_uri
@@ -99,7 +96,6 @@ class InternalHolder:
         self._principal = principal
         self._metadata = speak_for(principal)
         self._descriptor = descriptor
-        self._workers = workers
         self._same_host = same_host
         self._releasing: set[asyncio.Task[None]] = set()
 
@@ -162,19 +158,20 @@ class InternalHolder:
 
     async def fetch(self, record: ReplicaRecord, layers: tuple[int, int], into: memoryview) -> None:
         """See Holder.fetch."""
-        whole = layers == (0, record.layer_count - 1)
-        expect = Expectation.of_record(record, None if whole else layers, descriptor=self._descriptor)
+        first, last = layers
+        part = None if layers == (0, record.layer_count - 1) else layers
+        expect = Expectation.of_record(record, part, descriptor=self._descriptor)
+        if expect.layer_digests is None:
+            raise KvspError(registry.DIGEST_MISMATCH, "record has no layer digests to verify layers with")
         name = block_name(record.compat_id, record.scope_id, record.block_key)
-        opened = await self.open(name, None if whole else layers)
+        wanted = expect.layer_digests[first : last + 1]
+        opened = await self._client.open(self._principal, name, layers=part, digests=wanted)
         try:
-            header = container.parse_header(opened.header)
-            expect.check_header(header)
-            await copy_payload(opened, into)
+            expect.check_header(container.parse_header(opened.header))
+            async for _ in opened.into(into):
+                pass
         finally:
             opened.close()
-        found = await asyncio.get_running_loop().run_in_executor(self._workers, layer_digests, header, into)
-        expect.check_layers(header, found, 0)
-        expect.check_replica(found)
 
     async def open(self, name: common_pb2.BlockName, layers: tuple[int, int] | None = None) -> OpenedTransfer:
         """A pinned block, to be closed."""
@@ -266,21 +263,6 @@ class HttpsHolder:
         """See Holder.link."""
         rate, rtt_s = self._rates.rate("https"), self._rates.rtt_s
         return None if rate is None or rtt_s is None else LinkRate(rate * 8 / 1e6, rtt_s * 1e6)
-
-
-async def copy_payload(opened: OpenedTransfer, into: memoryview) -> None:
-    """All octets of an opened block. Raises KvspError; they were the block's when it returns."""
-    at = 0
-    async for piece in opened.pieces():
-        end = at + len(piece)
-        into[at:end] = piece
-        at = end
-
-
-def layer_digests(header: Header, payload: memoryview) -> list[bytes]:
-    """The digest of each layer of a payload."""
-    spans = (header.layer_span(layer) for layer in range(header.first_layer, header.layers[1] + 1))
-    return [digests.layer_digest(payload[start : start + octets]) for start, octets in spans]
 
 
 def _range_layers(record: ReplicaRecord) -> int:

@@ -187,7 +187,7 @@ async def hosted(
     settings = _settings(config, engine, next_epoch(Path(config.state_dir), time.time_ns() // 1_000_000))
     async with AsyncExitStack() as stack:
         workers = stack.enter_context(loading.hash_workers())
-        holders = await stack.enter_async_context(loading.holders_of(config, policy, engine.descriptor, workers))
+        holders = await stack.enter_async_context(loading.holders_of(config, policy, engine.descriptor))
         directory = await _directory(stack, config, engine, holders)
         made = Loading(
             config, holders, directory, workers,

@@ -279,9 +279,7 @@ async def loader(made: World, *others: str, **changes: Any) -> AsyncIterator[Loa
 
     with ThreadPoolExecutor(2) as workers:
         async with AsyncExitStack() as stack:
-            holders = await stack.enter_async_context(
-                loading.holders_of(config, made.policy, made.descriptor, workers)
-            )
+            holders = await stack.enter_async_context(loading.holders_of(config, made.policy, made.descriptor))
             channel = await stack.enter_async_context(open_channel(config.index.address))
             client = loading.lookups(config.index, channel)
             stack.push_async_callback(client.close)
