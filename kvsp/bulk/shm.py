@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -145,6 +145,8 @@ class ShmSource:
         extent = transfer.extent
         if extent is None:
             raise SourceUnavailableError("the holder named no extent")
+        if extent.length != transfer.length:
+            raise SourceUnavailableError("the extent has another length than the transfer")
         arena = self._arena(extent.arena)
         if extent.offset + extent.length > len(arena.room):
             raise SourceUnavailableError("extent lies outside the arena")
@@ -186,6 +188,10 @@ class _Reader:
         self._expected = bytes(generations)
 
     async def pieces(self) -> AsyncIterator[Piece]:
+        for piece in self.views():
+            yield piece
+
+    def views(self) -> Iterator[Piece]:
         for at in range(0, len(self._view), PIECE_OCTETS):
             yield self._view[at : at + PIECE_OCTETS]
 

@@ -7,7 +7,7 @@ are built without arguments: what a transfer needs travels in `Transfer`. Nothin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Final, Protocol
@@ -111,6 +111,9 @@ class BlockWriter(Protocol):
 
 class SharingReader(BlockReader, Protocol):
     """A reader whose pieces are views of the holder's memory: that of every source with `zero_copy`."""
+
+    def views(self) -> Iterator[Piece]:
+        """`pieces` without waiting."""
 
     def check(self) -> None:
         """After looking at pieces: they were this block's. Raises KvspError (503) when their room is another's."""

@@ -187,6 +187,10 @@ async def test_past_its_deadline_no_octet_is_read_or_written(holder: Rig, monkey
     assert reserved is not None
     with pytest.raises(KvspError):
         [piece async for piece in opened.pieces()]
+    target = bytearray(opened.payload_octets)
+    with pytest.raises(KvspError):
+        [end async for end in opened.into(target)]
+    assert not any(target)
     with pytest.raises(KvspError):
         await reserved.write(b"x")
     opened.close()
@@ -212,6 +216,7 @@ def test_shared_memory_refuses_what_is_no_arena(tmp_path: Path) -> None:
 
     bad = [
         Transfer(1, 10),
+        Transfer(1, 10, extent=Extent(str(path), 0, 11)),
         transfer(tmp_path / "missing", 0, 10),
         transfer(tmp_path / "link", 0, 10),
         transfer(path, 4096, 4097),

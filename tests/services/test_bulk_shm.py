@@ -145,8 +145,9 @@ async def test_room_that_went_to_another_block_is_noticed_after_the_read(
     monkeypatch.setattr(limits, "transfer_ms", lambda octets: 50)
     opened = await holder.client.open(CLIENT, name(1))
     opened.deadline = float("inf")
-    pieces = opened.pieces()
+    pieces, ends = opened.pieces(), opened.into(bytearray(opened.payload_octets))
     piece = memoryview(await anext(pieces))
+    await anext(ends)
     opened.check()
     await until(lambda: holder.pins(1) == 0)
     monkeypatch.undo()
@@ -161,6 +162,8 @@ async def test_room_that_went_to_another_block_is_noticed_after_the_read(
     assert caught.value.problem is registry.UNAVAILABLE
     with pytest.raises(KvspError, match="another block"):
         [piece async for piece in pieces]
+    with pytest.raises(KvspError, match="another block"):
+        [end async for end in ends]
     opened.close()
     assert await holder.get(2) == block(2, 2, LARGE)
 
