@@ -162,8 +162,9 @@ class Fleet:
 
     def kill(self, instance: str) -> None:
         """kill -9 of an engine and of the holder beside it, at once."""
-        self.moved.look()
-        self._background.kill(instance, f"{instance}-blocks")
+        processes = instance, f"{instance}-blocks"
+        self.moved.look(*processes)
+        self._background.kill(*processes)
 
     def start_again(self, instance: str) -> None:
         """Start what was killed, and wait until the controller has it as active."""
@@ -177,8 +178,9 @@ class Fleet:
         try:
             yield
         finally:
-            self.moved.look()
-            for name in (SPARE, f"{SPARE}-blocks"):
+            processes = SPARE, f"{SPARE}-blocks"
+            self.moved.look(*processes)
+            for name in processes:
                 self._background.call(self._background.stack.supervisor.stop_one(name))
 
     # --- groups ---

@@ -32,9 +32,11 @@ class Moved:
         self._by_process: dict[tuple[str, float], Counter[str]] = {}
         self._told: Counter[str] = Counter()
 
-    def look(self) -> None:
-        """Read the counters of all processes. To be called before one is killed: its counters go with it."""
+    def look(self, *processes: str) -> None:
+        """Read the counters of these processes, or of all. To be called before one is killed: they go with it."""
         for path in self._configs.glob("*.toml"):
+            if processes and path.stem not in processes:
+                continue
             samples = process_metrics(path, PATIENCE_S)
             # A process that was started anew counts from nothing.
             started = samples.get("process_start_time_seconds", 0.0)

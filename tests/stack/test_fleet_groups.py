@@ -63,6 +63,12 @@ class Scene:
 
     def __init__(self, stack: RunningStack, fleet: Fleet, stream: Stream) -> None:
         self.stack, self.fleet, self.stream = stack, fleet, stream
+        self.killed: list[str] = []
+
+    def kill(self, instance: str) -> None:
+        """It is started again when the test is over."""
+        self.fleet.kill(instance)
+        self.killed.append(instance)
 
     def map(self) -> ShardMap:
         """The authoritative version, once there is one."""
@@ -111,7 +117,10 @@ def scene(fleet: RunningStack, three: Fleet, prompt: str, undisturbed: str) -> I
     del undisturbed  # first
     eventually(lambda: not three.groups(), "groups are left")
     with ThreadPoolExecutor(1) as pool:
-        yield Scene(fleet, three, Stream(pool, three, prompt, TOKENS))
+        made = Scene(fleet, three, Stream(pool, three, prompt, TOKENS))
+        yield made
+        for instance in made.killed:
+            three.start_again(instance)
 
 
 @pytest.mark.spec("R-190", "R-191", "R-193", "R-196")
@@ -141,7 +150,6 @@ def test_a_joining_member_is_killed_while_it_fetches(scene: Scene, undisturbed: 
     answer = scene.stream.result()
     assert answer.text == undisturbed
     assert not answer.moved
-    scene.fleet.start_again(joining)
 
 
 @pytest.mark.spec("R-194", "U-38")
@@ -154,7 +162,6 @@ def test_a_member_with_ranges_is_killed_while_it_fetches(scene: Scene, undisturb
     answer = scene.stream.result()
     assert answer.text == undisturbed
     assert answer.moved
-    scene.fleet.start_again(member)
 
 
 def _killed_while_fetching(scene: Scene, members: int, member: str, sources: set[str]) -> None:
@@ -163,7 +170,7 @@ def _killed_while_fetching(scene: Scene, members: int, member: str, sources: set
     with ThreadPoolExecutor(1) as pool, scene.stopped(*(f"{name}-blocks" for name in sources)):
         resizing = pool.submit(scene.fleet.resize, scene.map().map, members)
         eventually(lambda: scene.calls(member, "JoinGroup") > asked, "no step begins")
-        scene.fleet.kill(member)
+        scene.kill(member)
         with pytest.raises(KvspError) as raised:
             resizing.result()
     assert raised.value.problem.suffix == CONFLICT
@@ -173,11 +180,10 @@ def _killed_while_fetching(scene: Scene, members: int, member: str, sources: set
 def test_a_member_is_killed_between_steps(scene: Scene, undisturbed: str, at: int) -> None:
     scene.until_tokens()
     member = scene.members()[at]
-    scene.fleet.kill(member)
+    scene.kill(member)
     answer = scene.stream.result()
     assert answer.text == undisturbed
     assert answer.moved
-    scene.fleet.start_again(member)
 
 
 @pytest.mark.spec("R-195", "U-38")
