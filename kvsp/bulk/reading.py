@@ -204,9 +204,7 @@ class OpenedTransfer:
         pieces = grant.reader.pieces() if target is None else _placed(grant, target)
         if self._digests is None:
             return pieces
-        header = container.parse_header(grant.opened.header)
-        first, last = header.layers
-        lengths = [header.layer_span(layer)[1] for layer in range(first, last + 1)]
+        lengths = [sum(section) for section in container.parse_header(grant.opened.header).sections]
         return verified(pieces, list(zip(lengths, self._digests[-len(lengths) :], strict=True)))
 
     def _measure(self, took_s: float, waited_s: float) -> None:
