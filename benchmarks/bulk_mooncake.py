@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 from mooncake.store import MooncakeDistributedStore
 
@@ -16,8 +17,8 @@ LOCAL = 256 << 20
 AT_ONCE_MAX = 16
 
 
-def owner(store) -> None:
-    known = set()
+def owner(store: Any) -> None:
+    known: set[int] = set()
     for line in sys.stdin:
         if not line.strip():
             return
@@ -28,8 +29,8 @@ def owner(store) -> None:
         print("1", flush=True)
 
 
-def client(store) -> None:
-    buffers = {}
+def client(store: Any) -> None:
+    buffers: dict[int, tuple[list[bytearray], list[int]]] = {}
     for line in sys.stdin:
         if not line.strip():
             return
@@ -42,8 +43,8 @@ def client(store) -> None:
         print(timed(store, size, buffers[size][1][:at_once], count), flush=True)
 
 
-def timed(store, size, places, count) -> float:
-    def work(place, times) -> None:
+def timed(store: Any, size: int, places: list[int], count: int) -> float:
+    def work(place: int, times: int) -> None:
         for _ in range(times):
             assert store.get_into(str(size), place, size) == size
 

@@ -44,6 +44,7 @@ from services.instance.tiers import TierNews
 
 if TYPE_CHECKING:
     from services.instance.host import Host
+    from services.instance.loading import Loading
     from services.instance.scheduler import Scheduler
 
 PLACE: Final = "ii2"
@@ -106,7 +107,7 @@ class Instance:
         return self.host._scheduler  # type: ignore[return-value]
 
     @property
-    def loading(self) -> Any:
+    def loading(self) -> Loading:
         """What moves blocks."""
         return self.host._loading
 
@@ -184,7 +185,7 @@ class Instance:
 
     async def settle(self) -> None:
         """Until every block is stored where it should be."""
-        store = self.loading._store
+        store = self.loading.store
         while store._waiting or store._active or len(self.loading._loads):
             await asyncio.sleep(0.01)
 
@@ -273,13 +274,14 @@ async def first_tokens(here: Instance, samples: Samples) -> None:
 
 async def decoding(here: Instance, samples: Samples) -> None:
     """One turn of decoding, with checkpoints and without."""
-    controllers = {"with": here.host._controller, "without": Deaf()}
+    checkpoints = here.host._checkpoints
+    controllers: dict[str, Any] = {"with": checkpoints._controller, "without": Deaf()}
     for deterministic, kind in KINDS.items():
         for name, controller in controllers.items():
-            here.host._controller = controller
+            checkpoints._controller = controller
             first, last = await here.serve(here.prompt(64), DECODED, deterministic=deterministic)
             samples.add(f"{name}, {kind}", (last - first) / (DECODED - 1))
-    here.host._controller = controllers["with"]
+    checkpoints._controller = controllers["with"]
 
 
 async def in_process(background: Background, losses: Sequence[Loss], samples: Samples) -> None:

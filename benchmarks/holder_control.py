@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import uvloop
@@ -53,7 +53,7 @@ log_level = "error"
 
 
 @contextlib.contextmanager
-def holder(folder: Path):
+def holder(folder: Path) -> Iterator[str]:
     (folder / "policy.toml").write_text(POLICY)
     (folder / "holder.toml").write_text(CONFIG.format(folder=folder, base_uri=BASE_URI))
     code = "import pathlib, sys; from services.holder.server import run; run(pathlib.Path(sys.argv[1]))"
@@ -109,6 +109,7 @@ async def control(address: str, seconds: float) -> None:
 
 async def put(client: HolderClient, i: int, block: bytes) -> None:
     reserved = await client.reserve(CLIENT, name(i), len(block))
+    assert reserved is not None
     async for piece in pieces(block):
         await reserved.write(piece)
     await reserved.commit()

@@ -265,7 +265,7 @@ class _Instances(instance_pb2_grpc.InstanceServicer):
 @asynccontextmanager
 async def _instances(folder: Path) -> AsyncIterator[None]:
     server = grpc.aio.server()
-    instance_pb2_grpc.add_InstanceServicer_to_server(_Instances(), server)
+    instance_pb2_grpc.add_InstanceServicer_to_server(_Instances(), server)  # type: ignore[abstract]
     server.add_insecure_port(f"unix:{folder}/ii.sock")
     await server.start()
     try:

@@ -57,7 +57,7 @@ async def _serve(pipe: Connection) -> None:
     for server in servers.values():
         await server.start()
     over_grpc = grpc.aio.server()
-    holder_pb2_grpc.add_HolderServicer_to_server(_Blocks(), over_grpc)
+    holder_pb2_grpc.add_HolderServicer_to_server(_Blocks(), over_grpc)  # type: ignore[abstract]
     port = over_grpc.add_insecure_port("127.0.0.1:0")
     await over_grpc.start()
     pipe.send(port)
