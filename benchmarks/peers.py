@@ -21,14 +21,15 @@ http {{
   client_body_temp_path {dir}/body; proxy_temp_path {dir}/proxy; fastcgi_temp_path {dir}/fcgi;
   uwsgi_temp_path {dir}/uwsgi; scgi_temp_path {dir}/scgi;
   server {{
-    listen 127.0.0.1:{port} ssl http2;
-    ssl_certificate {cert}; ssl_certificate_key {key}; ssl_client_certificate {ca};
-    ssl_verify_client on; ssl_protocols TLSv1.3;
+    {listen}
     root {root};
     default_type application/kvsp-block;
   }}
 }}
 """
+NGINX_TLS = """listen 127.0.0.1:{port} ssl http2;
+    ssl_certificate {tls.cert}; ssl_certificate_key {tls.key}; ssl_client_certificate {tls.ca};
+    ssl_verify_client on; ssl_protocols TLSv1.3;"""
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,21 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 def nginx(folder: Path, files: Path, tls: Tls) -> Iterator[str]:
     """Serve `files` over HTTPS with client certificates; yields the base URL."""
     port = free_port()
+    with _process(_nginx(folder, files, NGINX_TLS.format(port=port, tls=tls)), port):
+        yield f"https://localhost:{port}/"
+
+
+def plain_nginx(folder: Path, files: Path, socket: Path) -> list[str]:
+    """The command that serves `files` over plain HTTP on a Unix socket."""
+    return _nginx(folder, files, f"listen unix:{socket};")
+
+
+def _nginx(folder: Path, files: Path, listen: str) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "nginx.conf"
     user = "user root;" if os.getuid() == 0 else ""
-    config.write_text(
-        NGINX.format(dir=folder, port=port, cert=tls.cert, key=tls.key, ca=tls.ca, root=files, user=user)
-    )
-    binary = shutil.which("nginx") or "/usr/sbin/nginx"
-    with _process([binary, "-c", str(config), "-e", str(folder / "error.log")], port):
-        yield f"https://localhost:{port}/"
+    config.write_text(NGINX.format(dir=folder, listen=listen, root=files, user=user))
+    return [shutil.which("nginx") or "/usr/sbin/nginx", "-c", str(config), "-e", str(folder / "error.log")]
 
 
 @contextmanager
