@@ -100,11 +100,11 @@ class HolderClient:
         grant = await self._grant(stream, asked)
         again = partial(self._grant_again, stream, asked, grant.opened)
         opened = OpenedTransfer(stream, grant.opened, self._chooser, grant, again=again, digests=digests)
-        if digests is not None and len(digests) != container.parse_header(opened.header).layer_count:
-            opened.close()
-            raise KvspError(
-                registry.DIGEST_MISMATCH, "the block has another number of layers than there are digests"
-            )
+        if digests is not None:
+            header = container.parse_header(opened.header)
+            if (header.layer_count, header.payload_octets) != (len(digests), opened.payload_octets):
+                opened.close()
+                raise KvspError(registry.DIGEST_MISMATCH, "the block has other layers than there are digests for")
         return opened
 
     async def _described(self, stream: ControlStream, asked: _Asked) -> holder_pb2.OpenedBlock:

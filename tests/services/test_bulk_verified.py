@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from kvsp.bulk.verified import verified
 from kvsp.protocol import container, registry
 from kvsp.protocol.errors import KvspError
 from services.holder.local import local_peers
-from tests.services.holder_harness import CLIENT, Rig, block, name, rig
+from tests.services.holder_harness import CLIENT, Rig, block, name, rig, until
 
 LAYERS, SECTION = 6, 300_000
 
@@ -157,3 +158,22 @@ async def test_a_holder_that_takes_what_was_not_offered_is_not_asked_for_ever(
     assert len(asked) == 2
     opened.close()
     await client.close()
+
+
+async def test_a_header_that_tells_of_other_octets_than_come_is_refused(
+    holder: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a reader would have made room for what the header says."""
+    made = block(1, LAYERS, SECTION)
+    opened, other = holder.host.open, block(1, LAYERS, SECTION // 2)
+    header = other[: container.parse_header(other).header_octets]
+
+    async def lying(*arguments: Any) -> tuple[Any, bytes, bytes]:
+        pin, _, sha256 = await opened(*arguments)
+        return pin, header, sha256
+
+    monkeypatch.setattr(holder.host, "open", lying)
+    with pytest.raises(KvspError) as caught:
+        await holder.client.open(CLIENT, name(1), digests=layer_digests(made))
+    assert caught.value.problem is registry.DIGEST_MISMATCH
+    await until(lambda: holder.pins(1) == 0)
