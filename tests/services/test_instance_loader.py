@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from kvsp.bulk import shm
+from kvsp.bulk.source import Piece
 from kvsp.connectors.prefix import PrefixCache
 from kvsp.rpc.config import Peer
 from tests.services.instance_rig import (
@@ -82,6 +85,27 @@ async def test_a_lying_source_is_passed_over_and_reported(tmp_path: Path, grante
         else:
             assert made.listed("h1", 1)
         assert made.listed("h2", 1)
+
+
+@pytest.mark.spec("R-161", "U-54")
+async def test_octets_changed_on_their_way_come_by_another_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source is not to blame, and stays listed."""
+
+    async def changed(reader: shm._Reader) -> AsyncIterator[Piece]:
+        for view in reader.views():
+            octets = bytearray(view)
+            octets[len(octets) // 2] ^= 1
+            yield octets
+
+    async with world(tmp_path, "ii1", "h1", withdraw=[URIS["h1"]]) as made, loader(made, "h1") as load:
+        await made.put("h1", 1)
+        monkeypatch.setattr(shm._Reader, "pieces", changed)
+        holds(await load.fill(1), 1)
+        assert made.places["h1"].asked.count("open 1") > 1
+        await until(lambda: made.listed("ii1", 1))
+        assert made.listed("h1", 1)
 
 
 @pytest.mark.spec("R-161", "R-155")
