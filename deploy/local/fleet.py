@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from deploy.local.api import Answer, Api
 from deploy.local.configs import INSTANCES, SPARE
 from deploy.local.layout import StackError
-from deploy.local.moved import Moved
+from deploy.local.moved import PATIENCE_S, Moved
 from deploy.local.policy import identity_uri
 from deploy.local.stack import Background
 from kvsp.cli.controller import instance_name, shard_map
@@ -33,7 +33,6 @@ from kvsp.v1 import placement_pb2, placement_pb2_grpc
 SCOPE: Final = "demo"
 GREEDY: Final = {"temperature": 0.0}
 POLL_S: Final = 0.02
-PATIENCE_S: Final = 30.0
 IDLE_OVERVIEWS: Final = 2
 
 
@@ -162,13 +161,13 @@ class Fleet:
 
     def kill(self, instance: str) -> None:
         """kill -9 of an engine and of the holder beside it, at once."""
-        processes = instance, f"{instance}-blocks"
+        processes = _processes(instance)
         self.moved.look(*processes)
         self._background.kill(*processes)
 
     def start_again(self, instance: str) -> None:
         """Start what was killed, and wait until the controller has it as active."""
-        self._background.start_again(f"{instance}-blocks", instance)
+        self._background.start_again(*reversed(_processes(instance)))
         self.epochs(instance)
 
     @contextlib.contextmanager
@@ -178,7 +177,7 @@ class Fleet:
         try:
             yield
         finally:
-            processes = SPARE, f"{SPARE}-blocks"
+            processes = _processes(SPARE)
             self.moved.look(*processes)
             for name in processes:
                 self._background.call(self._background.stack.supervisor.stop_one(name))
@@ -222,6 +221,11 @@ class Fleet:
         compat = descriptors.compat_id(self._shape)
         names = keys.block_keys(self._scope_key, compat, tokens, self._shape.block_tokens)
         return [key.hex() for key in names[: limits.LOOKUP_KEYS_MAX]]
+
+
+def _processes(instance: str) -> tuple[str, str]:
+    """The engine's, and its holder's, which has to be there first."""
+    return instance, f"{instance}-blocks"
 
 
 def place(answer: Answer) -> str:

@@ -16,8 +16,9 @@ from deploy.local import prompts
 from deploy.local.acts import OTHER_SCOPE, Act
 from deploy.local.api import Answer
 from deploy.local.configs import ALL_INSTANCES, INSTANCES
-from deploy.local.fleet import PATIENCE_S, POLL_S, Fleet
+from deploy.local.fleet import POLL_S, Fleet
 from deploy.local.layout import StackError
+from deploy.local.moved import PATIENCE_S
 from kvsp.cli.controller import instance_name
 from kvsp.protocol import reshard
 from kvsp.protocol.records import ShardMap

@@ -18,7 +18,7 @@ OUTSIDE: Final = (
 """How the names of samples begin and end that count blocks over HTTPS; the role stands between."""
 SCHEMES: Final = ("shm", "ucx", "grpc", "https")
 PATIENCE_S: Final = 30.0
-"""One that does not answer for a while, on a busy machine, has moved blocks all the same."""
+"""On a busy machine a process may not answer for a while, and counts all the same."""
 
 
 class Moved:

@@ -101,7 +101,7 @@ class HolderClient:
         again = partial(self._grant_again, stream, asked, grant.opened)
         opened = OpenedTransfer(stream, grant.opened, self._chooser, grant, again=again, digests=digests)
         if digests is not None:
-            header = container.parse_header(opened.header)
+            header = opened.parsed_header
             if (header.layer_count, header.payload_octets) != (len(digests), opened.payload_octets):
                 opened.close()
                 raise KvspError(registry.DIGEST_MISMATCH, "the block has other layers than there are digests for")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, cast
 
 from kvsp.bulk.chooser import Chooser
@@ -80,6 +81,11 @@ class OpenedTransfer:
         if grant is not None:
             stream.users += 1
 
+    @cached_property
+    def parsed_header(self) -> container.Header:
+        """`header`, parsed once. Raises KvspError (400)."""
+        return container.parse_header(self.header)
+
     @property
     def scheme(self) -> str:
         """The transport that brings, or brought, the octets; empty without a pin and after `close`."""
@@ -105,7 +111,7 @@ class OpenedTransfer:
             raise ValueError("the target must be writable, and as long as the payload")
         placed = 0
         if self._digests is None and self._grants and self._grants[-1].able.zero_copy:
-            for piece in self._shared(cast(SharingReader, self._grants[-1].reader)):
+            for piece in self._shared():
                 view[placed : placed + len(piece)] = piece
                 placed += len(piece)
                 yield placed
@@ -114,10 +120,10 @@ class OpenedTransfer:
             placed += len(piece)
             yield placed
 
-    def _shared(self, reader: SharingReader) -> Iterator[Piece]:
+    def _shared(self) -> Iterator[Piece]:
         """As `_moved`, without its price: there is nothing to wait for, nor to begin again."""
         began = self._now()
-        for piece in reader.views():
+        for piece in cast(SharingReader, self._grants[-1].reader).views():
             if not self._held(self._now()):
                 raise lapsed()
             yield piece
@@ -188,7 +194,7 @@ class OpenedTransfer:
         if self._again is None or not curable or not self._held(self._now()):
             raise reason
         self._failed.add(failed.scheme)
-        layer, start = _incomplete(container.parse_header(self.header), given)
+        layer, start = _incomplete(self.parsed_header, given)
         try:
             grant = await self._again(layer, self._failed)
         except KvspError as later:

@@ -235,7 +235,7 @@ class Prefixes:
     async def _copy(self, filling: _Filling, at: int, block: Block) -> None:
         opened = block.opened
         assert opened is not None  # noqa: S101  (the caller chose those)
-        container.check_geometry(container.parse_header(opened.header), self._descriptor)
+        container.check_geometry(opened.parsed_header, self._descriptor)
         position, start = 0, filling.done[at] * 2 * self._descriptor.section_octets
         async for piece in opened.pieces():
             end = position + len(piece)

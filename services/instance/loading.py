@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from kvsp.bulk.holder import HolderClient
+from kvsp.bulk.verified import THREADS
 from kvsp.client import AsyncClient, Credentials, Endpoints, Options
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.policy import Policy
@@ -176,7 +176,7 @@ def https_client(config: InstanceConfig, policy: Policy) -> AsyncClient:
 
 def hash_workers() -> ThreadPoolExecutor:
     """Threads that verify octets."""
-    return ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)), "kvsp-verify")
+    return ThreadPoolExecutor(THREADS, "kvsp-verify")
 
 
 def lookups(peer: Peer, channel: grpc.aio.Channel) -> LookupClient:

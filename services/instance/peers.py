@@ -17,7 +17,7 @@ from kvsp.bulk.rates import LinkRate, Rates
 from kvsp.bulk.source import Piece
 from kvsp.client import AsyncClient
 from kvsp.client.block import Expectation
-from kvsp.protocol import container, registry
+from kvsp.protocol import registry
 from kvsp.protocol.descriptor import Descriptor
 from kvsp.protocol.errors import KvspError
 from kvsp.protocol.records import ReplicaRecord
@@ -167,7 +167,7 @@ class InternalHolder:
         wanted = expect.layer_digests[first : last + 1]
         opened = await self._client.open(self._principal, name, layers=part, digests=wanted)
         try:
-            expect.check_header(container.parse_header(opened.header))
+            expect.check_header(opened.parsed_header)
             async for _ in opened.into(into):
                 pass
         finally:
